@@ -43,7 +43,6 @@ LOOP_GUARD = "autobatch/step/loop_guard.py"
 REUSE = "autobatch/planning/reuse.py"
 SEARCH = "autobatch/fitting/search.py"
 PACING = "autobatch/planning/pacing.py"
-SETBACK = "autobatch/planning/setback.py"
 RUN_RECORDER = "autobatch/ledger/run_recorder.py"
 WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
@@ -390,8 +389,8 @@ MUTANTS = (
     Mutant(
         "a resumed Runner forgets what failed",
         RUNNER_STATE,
-        "tuple(Setback(**saved.model_dump()) for saved in self.setbacks)",
-        "()",
+        "            ceiling=self.ceiling,\n",
+        "",
         RUNNER_STATE_TESTS,
     ),
     Mutant(
@@ -1489,16 +1488,16 @@ MUTANTS = (
     ),
     Mutant(
         "a size that fails again waits no longer",
-        SETBACK,
-        "min(max(2 * self.wait, least_wait), LONGEST_WAIT)",
-        "least_wait",
+        PACING,
+        "min(max(2 * old.wait, next_wait), LONGEST_WAIT)",
+        "next_wait",
         PACING_TESTS,
     ),
     Mutant(
         "a wait is never short again",
-        SETBACK,
-        "        wait = self.wait // 2\n",
-        "        wait = self.wait\n",
+        PACING,
+        '{"wait": ceiling.wait // 2}',
+        "{}",
         PACING_TESTS,
     ),
     Mutant(
@@ -1553,7 +1552,7 @@ MUTANTS = (
     Mutant(
         "what another storage has at the address of a dead one is forgotten",
         CPU,
-        "reference.key if reference.key in known and known[reference.key] is reference else None",
+        "reference.key if known.get(reference.key) is reference else 0",
         "reference.key",
         ("tests/memory/test_live_storage.py",),
     ),
@@ -1563,13 +1562,6 @@ MUTANTS = (
         "            transaction.__exit__()  # nothing is left to do, unless an interrupt came as the block ended\n",
         "",
         ("tests/training/test_runner.py",),
-    ),
-    Mutant(
-        "a budget stays after an interrupt as it begins or ends",
-        "autobatch/memory/cpu.py",
-        "                budget.remove()  # an interrupt may have come as the block ended, before the mode did\n",
-        "",
-        ("tests/memory/test_cpu.py",),
     ),
     Mutant(
         "two threads leave torch's globals in a dispatch mode",

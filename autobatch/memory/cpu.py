@@ -1,17 +1,16 @@
-"""Enforces a budget on the CPU: live tensors are counted, and passing the budget raises an out-of-memory error.
+"""Enforces a budget on the CPU: it counts live tensors and raises an out-of-memory error beyond the budget.
 
-So a training job in a container meets an error that can be retried instead of the kernel's out-of-memory killer.
+A job in a container then meets an error that can be retried, not the kernel's out-of-memory killer.
 
-Covers every storage that an operator returns while a ``StorageBudget`` is active (forward, backward, optimizer), plus
-those that were announced with ``LiveStorage.add``. That is all a step holds from one operator to the next: the count
-equals torch's own allocator's for Linear, GRU, attention, AdamW, sparse embeddings and checkpointing of both kinds.
+The count has every storage that an operator returns inside a ``StorageBudget``, in forward, backward and update, and
+those given to ``LiveStorage.add``. It equals the count of torch's own allocator for Linear, GRU, attention, AdamW,
+sparse embeddings and both kinds of checkpointing.
 
-Does not cover memory that is not in tensors, scratch memory inside one kernel (convolutions that convert layouts, LSTM,
-bfloat16 done in float32, expanded tensors made contiguous first: up to 2.3 times the operator's own tensors, in a small
-3-D convolution), memory of oneDNN tensors and packed weights, ``storage.resize_``, and other threads' operators. So the
-process grows by more than is counted: measured with torch 2.13 at 64 samples, 96 % of the growth was counted in a
-network of nine convolutions, 85 % in six transformer layers, 77 % in these with bfloat16 autocast; at 4 samples about
-half of it. Code from ``torch.compile`` runs eagerly under any dispatch mode, and is counted as such.
+The count lacks memory outside of tensors: scratch memory of a kernel (up to 2.3 times the operator's tensors, in a
+small 3-D convolution), oneDNN tensors, packed weights, ``storage.resize_``, and operators of other threads. So the
+process grows by more. With torch 2.13 and 64 samples the count had 96 % of the growth in nine convolutions, 85 % in six
+transformer layers, and 77 % in those with bfloat16 autocast. With 4 samples it had about half. Code from
+``torch.compile`` runs eagerly under a dispatch mode and is counted operator by operator.
 """
 
 from __future__ import annotations
@@ -33,39 +32,33 @@ from autobatch.records import DeviceInfo, MemoryUsage
 from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator
 from autobatch.torch_internals.storages import storages_of
 
-__all__ = ["CpuDevice", "LiveStorage", "StorageBudget"]
-
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _READ_AGAIN_SECONDS = 1.0
 
 
 class _StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with the bytes of it that are in the total. Compared and hashed by identity."""
+    """A weak reference to a storage, and the bytes of it that are in the total. It is hashed by identity."""
 
     __slots__ = ("byte_count", "key")
     __eq__ = object.__eq__
-    __hash__ = object.__hash__  # of the referent otherwise, which is dead when this goes into a set
+    __hash__ = object.__hash__  # the referent's hash is gone when this goes into a set
 
     key: int
     byte_count: int
 
 
 class LiveStorage:
-    """Bytes in live CPU storages: one entry a storage, however many views share it; and the most since a reset.
+    """Bytes in live CPU storages, and the most since a reset. All views of a storage count once.
 
-    torch keeps one Python object a storage alive for as long as the storage itself (``torch/csrc/Storage.cpp``), so a
-    weak reference's callback runs at the moment torch frees it. An interrupt would be lost in one that is Python code
-    (``handle_callback`` in CPython's ``Objects/weakrefobject.c``), so it is ``set.add``, in C: the dead are subtracted
-    when the count is next used.
-
-    An interrupt may follow any statement, and other threads count and free meanwhile, so each statement leaves the
-    count right or is done again by its next user: the total and one reference's part in it change in one assignment.
+    torch keeps the Python object of a storage alive as long as the storage itself (``torch/csrc/Storage.cpp``). So the
+    callback of a weak reference runs when torch frees the storage. Python swallows an interrupt in a callback, so the
+    callback is ``set.add``, in C, and the next reading subtracts the dead storages.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self._total = 0
-        self._references: dict[int | None, _StorageReference] = {}
+        self._references: dict[int, _StorageReference] = {}
         self._dead: set[_StorageReference] = set()
 
     @property
@@ -76,38 +69,35 @@ class LiveStorage:
         return self._total
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these tensors from now on, each once; those that are not in CPU memory are passed over."""
+        """Count these tensors from now on, except those outside of CPU memory."""
         for tensor in tensors:
             self.count(tensor)
         self.raise_peak()
 
     def raise_peak(self) -> None:
         """Make the peak at least what is live now."""
-        live = self.live_bytes
-        if live > self.peak_bytes:  # noqa: PLR1730 - after a call to max() another thread may have raised it further
-            self.peak_bytes = live
+        self.peak_bytes = max(self.live_bytes, self.peak_bytes)
 
     def count(self, result: Any) -> int:
-        """Count the storages of a tensor, or of those in a tuple, without moving the peak; returns the new bytes."""
+        """Count a tensor, or those in a tuple, without moving the peak. Return the new bytes."""
         if isinstance(result, torch.Tensor):
             if type(result) in _PLAIN_TYPES and result.layout is torch.strided and result.device.type == "cpu":
                 return self._count_storage(result.untyped_storage())
             on_cpu = (storage for storage in storages_of(result) if storage.device.type == "cpu")
             return sum(self._count_storage(storage) for storage in on_cpu)
-        return sum(map(self.count, result)) if isinstance(result, (tuple, list)) else 0
+        return sum(self.count(part) for part in result) if isinstance(result, (tuple, list)) else 0
 
     def _count_storage(self, storage: torch.UntypedStorage) -> int:
         if self._dead:
-            self._subtract_dead()  # first: this storage may have the address of one that died
-        key = storage._cdata
-        byte_count = storage.nbytes()
+            self._subtract_dead()  # first: this storage may have the address of a dead one
+        key, byte_count = storage._cdata, storage.nbytes()
         reference = self._references.get(key)
         if reference is None:
             reference = _StorageReference(storage, self._dead.add)
             reference.key, reference.byte_count = key, 0
-            reference = self._references.setdefault(key, reference)  # another thread's, if it was faster
+            reference = self._references.setdefault(key, reference)  # another thread may have been faster
         new_bytes = byte_count - reference.byte_count
-        if new_bytes:
+        if new_bytes:  # one statement: another thread may count the same storage between two
             self._total, reference.byte_count = self._total + byte_count - reference.byte_count, byte_count
         return max(new_bytes, 0)
 
@@ -115,17 +105,16 @@ class LiveStorage:
         known = self._references
         for reference in self._dead.copy():
             self._total, reference.byte_count = self._total - reference.byte_count, 0
-            # Another thread may have done this, and the address may be another storage's by now: then no key is None.
-            known.pop(reference.key if reference.key in known and known[reference.key] is reference else None, None)
-            self._dead.discard(reference)  # last: until here it is done again after an interrupt
+            # Another thread may have done this, and the address may be another storage's by now. No key is 0.
+            known.pop(reference.key if known.get(reference.key) is reference else 0, None)
+            self._dead.discard(reference)
 
 
 class StorageBudget(DispatchMode):
-    """While active, counts what operators return and raises when that passes the budget, which may change meanwhile.
+    """Count what operators return while this mode is active, and raise an error beyond the budget.
 
-    The operator has run by then; its result is dropped before the error leaves, so nothing of it stays and the peak
-    does not contain it (only ``resize_`` and ``out=`` leave the larger tensor). A view or an in-place
-    update of a tensor that is counted never raises; of one that is not, it counts it.
+    The operator has run by then. Its result is dropped before the error leaves, so the peak does not contain it. Only
+    ``resize_`` and ``out=`` leave the larger tensor. A view of a counted tensor, or an in-place update, never raises.
     """
 
     def __init__(self, storage: LiveStorage, budget_bytes: int) -> None:
@@ -134,9 +123,9 @@ class StorageBudget(DispatchMode):
         self.budget_bytes = budget_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, count its result."""
-        # In inference mode torch does not take composite operators apart before a mode sees them (torch 2.13): what
-        # they make inside, such as the scores of attention, would not be counted.
+        """Run the operator and count its result."""
+        # In inference mode a mode sees composite operators whole (torch 2.13). What they make inside, such as the
+        # scores of attention, would not be counted.
         if torch.is_inference_mode_enabled():
             with self:
                 parts = func.decompose(*args, **(kwargs or {}))
@@ -155,12 +144,12 @@ class StorageBudget(DispatchMode):
         return result
 
 
-# One count for the process, as it has one heap: a tensor that one device object has seen counts for all.
+# One count for the process, which has one heap: a tensor that one device object has seen counts for all.
 _STORAGE = LiveStorage()
 
 
 class _Innermost(threading.local):
-    """The budget in force. One a thread: torch's dispatch modes, which enforce it, are of one thread too."""
+    """The budget in force in this thread. The dispatch modes that enforce it belong to one thread too."""
 
     budget: StorageBudget | None = None
 
@@ -169,9 +158,9 @@ _INNERMOST = _Innermost()
 
 
 class CpuDevice(Device):
-    """The host's memory behind the ``Device`` protocol; all objects of this class share one count and one budget.
+    """The host's memory behind the ``Device`` protocol. All objects of this class share one count and one budget.
 
-    A ``limit`` holds in the thread that entered it. What other threads make is counted only by ``watch``.
+    A ``limit`` holds in the thread that entered it. Tensors of other threads count only after ``watch``.
     """
 
     measures = True
@@ -181,16 +170,16 @@ class CpuDevice(Device):
         self._read_at, self._available = -math.inf, 0
 
     def describe(self) -> DeviceInfo:
-        """Total is the container's limit where there is one."""
+        """Describe the host. The total is the container's limit, if it has one."""
         return DeviceInfo(kind="cpu", name="CPU", total_bytes=read_host_memory().total_bytes)
 
     def available_bytes(self) -> int:
-        """What the host can still give plus what our counted tensors hold."""
+        """Return what the host can still give, plus what the counted tensors hold."""
         return read_host_memory().available_bytes + _STORAGE.live_bytes
 
     @contextmanager
     def limit(self, budget_bytes: int) -> Iterator[None]:
-        """Count every operator's result inside the block, and raise ``torch.OutOfMemoryError`` beyond the budget."""
+        """Count every operator's result inside the block and raise ``torch.OutOfMemoryError`` beyond the budget."""
         budget_bytes = self.limit_bytes(budget_bytes)
         if _INNERMOST.budget is None:
             budget = _INNERMOST.budget = StorageBudget(_STORAGE, budget_bytes)
@@ -199,7 +188,6 @@ class CpuDevice(Device):
                     yield
             finally:
                 _INNERMOST.budget = None
-                budget.remove()  # an interrupt may have come as the block ended, before the mode did
             return
         outer, _INNERMOST.budget.budget_bytes = _INNERMOST.budget.budget_bytes, budget_bytes
         try:
@@ -208,28 +196,28 @@ class CpuDevice(Device):
             _INNERMOST.budget.budget_bytes = outer
 
     def limit_bytes(self, budget_bytes: int) -> int:
-        """The budget, or what the host had at most a second ago, as others may have taken from it since.
+        """Return the budget, or what the host had at most a second ago if that is less.
 
-        A reading takes a dozen files, 0.3 to 1 ms. After ``reclaim`` the host is read again at once.
+        A reading opens a dozen files, which takes 0.3 to 1 ms. ``reclaim`` makes the next call read the host again.
         """
         if time.monotonic() - self._read_at > _READ_AGAIN_SECONDS:
             self._read_at, self._available = time.monotonic(), self.available_bytes()
         return min(budget_bytes, self._available)
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that were made before, or outside, any ``limit`` block."""
+        """Count tensors that were made outside of ``limit``."""
         _STORAGE.add(tensors)
 
     def reset_peak(self) -> None:
-        """The peak begins at what is live now."""
+        """Let the peak begin at what is live now."""
         _STORAGE.peak_bytes = _STORAGE.live_bytes
 
     def usage(self) -> MemoryUsage:
-        """Allocated and reserved are the same here: freed memory goes back to the C library at once."""
+        """Return the count. Allocated and reserved are equal: freed memory goes back to the C library at once."""
         live, peak = _STORAGE.live_bytes, _STORAGE.peak_bytes
         return MemoryUsage(allocated=live, reserved=live, peak_allocated=peak, peak_reserved=peak)
 
     def reclaim(self) -> None:
-        """Free what nothing refers to; the host is read again at the next step."""
+        """Free what nothing refers to, and read the host again at the next step."""
         super().reclaim()
         self._read_at = -math.inf

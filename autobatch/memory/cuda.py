@@ -1,8 +1,7 @@
 """Measures and limits the memory of a CUDA (or ROCm) card through torch's caching allocator.
 
-Does not cover memory outside of it: the CUDA context, NCCL's buffers and other libraries' memory show only in how
-little the driver has free. Nor processes without torch's cache (``PYTORCH_NO_CUDA_MEMORY_CACHING``): nothing is
-measured or limited there.
+Memory outside of it (the CUDA context, NCCL's buffers, other libraries) shows only in what the driver has free. Without
+torch's cache (``PYTORCH_NO_CUDA_MEMORY_CACHING``) nothing is measured or limited.
 """
 
 from __future__ import annotations
@@ -24,30 +23,33 @@ from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.records import DeviceInfo, MemoryUsage
 
-__all__ = ["CudaDevice", "caches_memory", "find_fraction", "uses_expandable_segments"]
-
 _MAPPED_BEYOND = 18 * 2**20
-"""With expandable segments torch compares a request, a multiple of 2 MiB, with the limit, then maps units of 20 MiB."""
+"""Bytes beyond the limit: torch compares a request of n x 2 MiB with it, but expandable segments map n x 20 MiB."""
 _SYSTEM_SHARE = 16
-"""The part of an integrated card's memory that is left to the system: 0.5 GiB of 8 and 8 GiB of 128."""
+"""Share of an integrated card's memory that is left to the system: 0.5 GiB of 8 and 8 GiB of 128."""
 _LEAST_SPILLED = 64 * 2**20
-"""A trial of a few tensors on the host takes less of its memory."""
+"""Least loss of host memory that counts as spilled. A trial with a few tensors on the host takes less."""
 _FULL_SHARE = 32
-"""A card is full where less than this part of it is free."""
+"""A card is full if less than this share of it is free."""
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables with the allocator's settings; of several that are set the first counts."""
+"""Environment variables with the allocator's settings. The first one that is set counts."""
 
 
 @dataclass
 class _CardLimits:
-    """The ``limit`` blocks that threads are in on one card: thread and bytes by block, in order of entering."""
+    """The ``limit`` blocks on one card. The allocator has one limit for all threads.
+
+    Attributes:
+        entered: Thread and bytes of each block, in order of entering.
+        before_bytes: Limit that was set before the first block.
+    """
 
     entered: dict[object, tuple[int, int]] = field(default_factory=dict)
     before_bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def in_force(self) -> int:
-        """The smallest of each thread's innermost limit and what was set before, in bytes."""
+        """Return the smallest of each thread's innermost limit and the limit before, in bytes."""
         return min([self.before_bytes, *dict(self.entered.values()).values()])
 
 
@@ -58,7 +60,7 @@ class CudaDevice(Device):
     """One card, or one MIG slice, behind the ``Device`` protocol."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        """Take a card; ``"cuda"`` without an index is the current one."""
+        """Take a card. ``"cuda"`` without an index is the current one."""
         self.measures = caches_memory()
         index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
         self.torch_device = torch.device("cuda", index)
@@ -67,11 +69,11 @@ class CudaDevice(Device):
 
     @property
     def total_bytes(self) -> int:
-        """What the allocator takes fractions of; asking makes no CUDA context."""
+        """Total memory, of which the allocator takes fractions. Reading it creates no CUDA context."""
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     def describe(self) -> DeviceInfo:
-        """Name and total from torch, other processes and UUID from the driver."""
+        """Return name and total from torch, other processes and UUID from the driver."""
         properties = torch.cuda.get_device_properties(self.torch_device)
         reading = nvml.query(str(properties.uuid))
         return DeviceInfo(
@@ -85,13 +87,13 @@ class CudaDevice(Device):
 
     @cached_property
     def shares_host_memory(self) -> bool:
-        """Whether the card has no memory of its own (GB10, Jetson): running out hangs the machine, without an error."""
+        """Whether the card shares the host's memory (GB10, Jetson): running out hangs the machine without an error."""
         return bool(getattr(torch.cuda.get_device_properties(self.torch_device), "is_integrated", False))
 
     def available_bytes(self) -> int:
-        """What the driver has free plus what our allocator holds, within the limit that is set for this process.
+        """Return the driver's free memory plus what our allocator holds, within the limit set for this process.
 
-        Where memory is shared with the host, it is no more than the host has available, less a reserve for the system.
+        An integrated card has no more than the host has available, less a reserve for the system.
         """
         free, total = torch.cuda.mem_get_info(self.torch_device)
         if self.shares_host_memory:
@@ -102,13 +104,12 @@ class CudaDevice(Device):
 
     @contextmanager
     def limit(self, budget_bytes: int) -> Iterator[None]:
-        """Let the allocator hold no more than the budget inside the block; a budget of the whole card is no limit.
+        """Let the allocator hold no more than the budget inside the block. The whole card as a budget means unlimited.
 
-        Where memory is shared with the host, it may hold no more than is available as the block begins.
-
-        What its cache holds beyond that is given back first: cached blocks are handed out without a look at the limit.
-        The allocator has one limit for all threads. Where several have entered one the smallest holds, never more than
-        what was set before the first one came; when the last one leaves, that is set again.
+        An integrated card may hold no more than is available when the block begins. The cache gives back what it holds
+        beyond the budget, because torch hands out cached blocks without a look at the limit. If several threads are in
+        such blocks, the smallest budget holds. It never exceeds the limit from before the first block, which is back
+        after the last one.
         """
         limits, block = self._limits(), object()
         if self.shares_host_memory:
@@ -132,33 +133,33 @@ class CudaDevice(Device):
         return _LIMITS.setdefault(self.torch_device.index, _CardLimits())
 
     def _stay_within(self, bound_bytes: int) -> int:
-        """The limit under which no more than this is reserved."""
+        """Return the limit under which torch reserves no more than this."""
         if bound_bytes >= self.total_bytes or not uses_expandable_segments():
             return bound_bytes
         return max(bound_bytes - _MAPPED_BEYOND, 0)
 
     def _limit_bytes(self) -> int:
-        # torch divides the bytes by the total to answer, so this gets the very bytes back.
+        # torch divides the bytes by the total, so the product is exact.
         return round(torch.cuda.get_per_process_memory_fraction(self.torch_device) * self.total_bytes)
 
     def _set_limit(self, limit_bytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(find_fraction(limit_bytes, self.total_bytes), self.torch_device)
 
     def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copied without waiting where the source is pinned: torch reuses pinned memory only after it was read."""
+        """Copy without waiting if the source is pinned: torch reuses pinned memory only after it was read."""
         pinned = tensor.device.type == "cpu" and tensor.is_pinned()
         return tensor.to(self.torch_device, non_blocking=pinned)
 
     def reset_peak(self) -> None:
-        """The peaks begin at what is held now."""
+        """Let the peaks begin at what is held now."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._host_before = read_host_memory().available_bytes if self.may_spill else 0
 
     def usage(self) -> MemoryUsage:
-        """The allocator's own counts; ``alloc_retries`` counts since the process began, not since the reset."""
-        # memory_stats() and memory_reserved() sort a table of 150 names first: 240 us, where this takes 45.
+        """Return the allocator's counts. ``alloc_retries`` counts since the process began."""
+        # memory_stats() sorts a table of 150 names first: 240 us, and this takes 45.
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
-        if not stats:  # nothing has used the card yet
+        if not stats:  # the card is unused
             return MemoryUsage()
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return MemoryUsage(
@@ -171,7 +172,7 @@ class CudaDevice(Device):
         )
 
     def _spilled_bytes(self) -> int:
-        """What the host has lost since the reset, while the card is full."""
+        """Return what the host has lost since the reset, if the card is full."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         lost = self._host_before - read_host_memory().available_bytes
         return lost if lost > _LEAST_SPILLED and free < total // _FULL_SHARE else 0
@@ -187,33 +188,32 @@ class CudaDevice(Device):
 
 
 def find_fraction(limit_bytes: int, total_bytes: int) -> float:
-    """The fraction of the total, from 0 to 1 (no limit), that torch turns into exactly this many bytes.
+    """Return the fraction of the total, from 0 to 1 (unlimited), that torch turns into exactly this many bytes.
 
-    The allocator takes ``fraction * total`` in double precision and drops what is behind the point
-    (``setMemoryFraction`` in torch's ``CUDACachingAllocator.cpp``). The plain quotient can so lose one byte, and with
-    it the last 2 MiB segment of a budget that is a whole number of them. The next double loses none, and adds less
-    than one while the limit is below 2**52 bytes.
+    The allocator truncates ``fraction * total`` in double precision (``setMemoryFraction`` in torch's
+    ``CUDACachingAllocator.cpp``). So the plain quotient can lose one byte, and with it the last 2 MiB segment of a
+    budget. The next double loses none, and adds less than one byte below 2**52 bytes.
     """
     return 1.0 if limit_bytes >= total_bytes else math.nextafter(limit_bytes / total_bytes, 1.0)
 
 
 def _runs_under_windows() -> bool:
-    """Whether the driver is that of Windows, also in WSL: it moves memory of a full card to the host."""
+    """Return whether this is Windows or WSL, whose driver moves memory of a full card to the host."""
     return sys.platform == "win32" or "microsoft" in platform.uname().release.lower()
 
 
 def caches_memory() -> bool:
-    """Whether there is a cache: without, each tensor is a ``cudaMalloc``, nothing is counted, and no limit holds."""
+    """Return whether torch caches memory. Otherwise nothing is counted and limits have no effect."""
     return "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ  # set to anything, as torch reads it
 
 
 def uses_expandable_segments() -> bool:
-    """Whether segments grow: then memory is mapped in units of 20 MiB."""
+    """Return whether segments grow. Then torch maps memory in units of 20 MiB."""
     return "expandable_segments:True" in "".join(_read_settings().split()).split(",")
 
 
 def _read_settings() -> str:
-    """As last set, by the environment or while the process ran; older versions of torch report only the former."""
+    """Return the settings as last set. Older versions of torch report only the environment."""
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # noqa: SLF001 - the only one without a snapshot
     if read is not None:
         return str(read())

@@ -1,7 +1,7 @@
-"""Defines the protocol through which all other modules see a device's memory, and frees what is no longer used.
+"""Defines the protocol of a device's memory, and frees unused memory.
 
-``CudaDevice``, ``CpuDevice`` and ``UnmonitoredDevice`` are the real devices, ``autobatch.testing.FakeDevice`` is
-simulated; any other object with these methods will do.
+``CudaDevice``, ``CpuDevice`` and ``UnmonitoredDevice`` are real devices, ``autobatch.testing.FakeDevice`` is simulated.
+Any other object with these methods works too.
 """
 
 from __future__ import annotations
@@ -17,76 +17,74 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autobatch._user_errors import contextmanager
 from autobatch.records import DeviceInfo, MemoryUsage
 
-__all__ = ["Device", "UnmonitoredDevice", "collecting_new_objects", "drop_stale_references", "end_failed_backward"]
-
 
 @runtime_checkable
 class Device(Protocol):
     """A device's memory: measured, limited and given back. All sizes are bytes.
 
     Attributes:
-        torch_device: Where tensors live.
-        measures: Whether ``usage`` reports bytes; if not, running out of memory is the only signal.
+        torch_device: Device of the tensors.
+        measures: Whether ``usage`` reports bytes. If not, an out-of-memory error is the only signal.
     """
 
     torch_device: torch.device
     measures: bool
 
     def describe(self) -> DeviceInfo:
-        """Name, total and who else is on it, as of now."""
+        """Return its name, its total and its other processes, as of now."""
         ...
 
     def available_bytes(self) -> int:
-        """What this process may have now: what is free to it plus what it already holds; 0 where that is not known."""
+        """Return the free memory plus what this process holds already; 0 if that is unknown."""
         ...
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Enforce a budget inside the ``with`` block: an allocation beyond it raises ``torch.OutOfMemoryError``.
 
-        Entering twice narrows nothing: the inner budget holds inside, the outer one is put back at the end.
+        An inner block has its own budget, smaller or larger. The outer budget is back when it ends.
         """
         ...
 
     def limit_bytes(self, budget_bytes: int) -> int:
-        """What ``limit`` would enforce for a step that begins now: the budget, or less where less is available."""
+        """Return what ``limit`` would enforce now: the budget, or less if less is available."""
         return min(budget_bytes, self.available_bytes())
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these tensors too, on a device that only sees what is made inside ``limit``."""
+        """Count these tensors too, on a device that sees only what ``limit`` sees."""
         return
 
     def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on this device; one that is already there is not copied."""
+        """Return the tensor on this device. A tensor that is already there is not copied."""
         return tensor.to(self.torch_device)
 
     def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
-        """A range around the forward and backward of one micro-batch; a fake device takes its memory there.
+        """Return a range around forward and backward of one micro-batch. A fake device takes its memory there.
 
-        ``None`` unless torch's profiler runs, as a ``record_function`` costs 15 us.
+        ``None`` unless torch's profiler runs: a ``record_function`` costs 15 us.
         """
         if torch.autograd.profiler._is_profiler_enabled:  # noqa: SLF001 - what torch's own modules read
             return torch.profiler.record_function(f"autobatch micro-batch of {samples}")
         return None
 
     def reset_peak(self) -> None:
-        """Start a new measurement: peaks begin at what is held now."""
+        """Start a new measurement. Peaks begin at what is held now."""
         return
 
     def usage(self) -> MemoryUsage:
-        """What is held now and the peaks since the last reset."""
+        """Return what is held now, and the peaks since the last reset."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait until the device has finished its work."""
         return
 
     def reclaim(self) -> None:
-        """Free what nothing refers to. Never call it inside an ``except`` block: the failed frames are alive there."""
+        """Free what nothing refers to. Call it after an ``except`` block, where the failed frames are gone."""
         drop_stale_references()
 
 
 class UnmonitoredDevice(Device):
-    """Any torch device (MPS, XPU...) with nothing measured and nothing enforced: sizes are found by running out."""
+    """Any other torch device (MPS, XPU...). Nothing is measured or enforced, so sizes are found by running out."""
 
     measures = False
 
@@ -94,37 +92,37 @@ class UnmonitoredDevice(Device):
         self.torch_device = torch_device
 
     def describe(self) -> DeviceInfo:
-        """The type of the device, which is all that every backend has."""
+        """Return the type of the device. Not every backend has more."""
         kind = self.torch_device.type
         return DeviceInfo(kind=kind, name=kind.upper(), total_bytes=self.available_bytes())
 
     def available_bytes(self) -> int:
-        """What Metal recommends as the most for MPS, 0 (not known) elsewhere."""
+        """Return the most that Metal recommends for MPS, and 0 (unknown) elsewhere."""
         return torch.mps.recommended_max_memory() if self.torch_device.type == "mps" else 0
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """Enforces nothing."""
+        """Enforce nothing."""
         return nullcontext()
 
     def limit_bytes(self, budget_bytes: int) -> int:
-        """Any budget: nothing is enforced."""
+        """Return the budget: nothing is enforced."""
         return budget_bytes
 
     def usage(self) -> MemoryUsage:
-        """All zero: not known."""
+        """Return zeros: unknown."""
         return MemoryUsage()
 
     def synchronize(self) -> None:
-        """Wait, where the backend's module can."""
+        """Wait, if the backend's module can."""
         self._call("synchronize")
 
     def reclaim(self) -> None:
-        """Free what nothing refers to, then empty the device's cache where it has one."""
+        """Free what nothing refers to, then empty the device's cache if it has one."""
         super().reclaim()
         self._call("empty_cache")
 
     def _call(self, name: str) -> None:
-        # torch.mps, torch.xpu...; a backend from outside torch registers its own. "meta" has none.
+        # torch.mps, torch.xpu...; a backend outside of torch registers its own. "meta" has none.
         module: Any = getattr(torch, self.torch_device.type, None)
         if hasattr(module, name):
             getattr(module, name)()
@@ -139,9 +137,9 @@ def drop_stale_references() -> None:
 def end_failed_backward() -> None:
     """Free the graph of a backward pass of this thread that raised an error.
 
-    After an error torch's engine leaves the nodes that were ready to run, and with them the rest of the graph and what
-    it has saved, in this thread's queue until the thread's next backward pass (``Engine::thread_main`` in
-    torch/csrc/autograd/engine.cpp). So there is one, of a single number, which no dispatch mode sees.
+    After an error torch's engine keeps the nodes that were ready to run until the thread's next backward pass. They
+    hold the graph and the saved tensors (``Engine::thread_main`` in torch/csrc/autograd/engine.cpp). So this runs a
+    backward pass of a single number, outside of all dispatch modes.
     """
     with _disable_current_modes(), torch.inference_mode(mode=False), torch.enable_grad():
         torch.zeros((), device="cpu", requires_grad=True).backward()
@@ -149,11 +147,10 @@ def end_failed_backward() -> None:
 
 @contextmanager
 def collecting_new_objects() -> Iterator[None]:
-    """While this lasts, garbage collections look only at objects made inside it.
+    """Let garbage collections look only at objects that are made inside this block.
 
-    A full collection takes 0.1 to 0.2 s in a process that has imported torch and SciPy, several times as long as a
-    trial of a small model. Where the user has frozen objects nothing is changed: to unfreeze ours would be to unfreeze
-    theirs.
+    A full collection takes 0.1 to 0.2 s in a process with torch and SciPy, several times as long as a trial of a small
+    model. If the user has frozen objects, this does nothing: to unfreeze ours would unfreeze theirs.
     """
     if gc.get_freeze_count():
         yield

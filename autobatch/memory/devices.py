@@ -1,7 +1,7 @@
-"""Finds the device of a model, the ``Device`` object that measures it, and how much of its memory this process may use.
+"""Finds the device of a model, the ``Device`` object that measures it, and the memory that this process may use.
 
-Each torch device has one object in the process, as it has one allocator. What is no device or no size, or not the
-model's device, raises ``InvalidArgument``.
+Each torch device has one object in the process, since it has one allocator. A wrong device or size raises
+``InvalidArgument``.
 """
 
 from __future__ import annotations
@@ -21,24 +21,11 @@ from autobatch.memory.cuda import CudaDevice
 from autobatch.memory.device import Device, UnmonitoredDevice
 from autobatch.records import Record
 
-__all__ = [
-    "DEFAULT_HEADROOM",
-    "Allowance",
-    "device_for",
-    "find_allowance",
-    "find_device",
-    "is_here",
-    "open_device",
-    "parse_device",
-    "parse_headroom",
-    "refuse_meta_model",
-]
-
 DEFAULT_HEADROOM = 0.05  # of the budget, for longer batches and for fragmentation
 
 
 def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any | None) -> Device:
-    """The memory of the one device that all parameters are on, or the ``Device`` object that stands in for it."""
+    """Return the memory of the one device that all parameters are on, or the user's ``Device`` object."""
     home = _find_home(parameters, model_name)
     asked = parse_device(home if device is None else device)
     if isinstance(asked, Device):
@@ -51,7 +38,7 @@ def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any
 
 
 def open_device(device: Any) -> Device:
-    """The memory of a device that a user names and torch can use here, or the ``Device`` that stands in for it."""
+    """Return the memory of a device that torch can use here, or the user's ``Device`` object."""
     asked = parse_device(device)
     if isinstance(asked, Device):
         return asked
@@ -61,19 +48,19 @@ def open_device(device: Any) -> Device:
 
 
 def is_here(device: torch.device) -> bool:
-    """Whether torch can make tensors on it in this process."""
+    """Return whether torch can make tensors on it in this process."""
     try:
         torch.empty(0, device=device)
     except torch.OutOfMemoryError:
         raise
-    # Each backend's own way to say that it is missing; the last is of those that come as a package, such as hpu.
+    # Backends raise different errors if they are missing. ImportError comes from packages such as hpu.
     except (RuntimeError, AssertionError, NotImplementedError, ImportError):
         return False
     return True
 
 
 def device_for(torch_device: torch.device) -> Device:
-    """The memory of a torch device; ``"cuda"`` without an index is the current card."""
+    """Return the memory of a torch device. ``"cuda"`` without an index is the current card."""
     if torch_device.type == "cuda" and torch_device.index is None:
         torch_device = torch.device("cuda", torch.cuda.current_device())
     return _make_device(torch_device)
@@ -89,7 +76,7 @@ def _make_device(torch_device: torch.device) -> Device:
 def _find_home(parameters: Sequence[torch.Tensor], model_name: str) -> torch.device:
     if not parameters:
         raise InvalidArgument(f"{model_name} has no parameters: there is nothing to train")
-    # There is one CPU, whether it was named "cpu" or "cpu:0".
+    # "cpu" and "cpu:0" are the same device.
     devices = {torch.device("cpu") if p.device.type == "cpu" else p.device for p in parameters}
     if len(devices) > 1:
         raise InvalidArgument(
@@ -103,20 +90,20 @@ def _find_home(parameters: Sequence[torch.Tensor], model_name: str) -> torch.dev
 
 
 def refuse_meta_model(model_name: str) -> NoReturn:
-    """Raise InvalidArgument: only a trace can run such a model."""
+    """Raise ``InvalidArgument``: only a trace can run such a model."""
     raise InvalidArgument(
         f"{model_name} is on the meta device, which has no memory to run in; move it with to_empty() first"
     )
 
 
 def parse_device(device: Any) -> torch.device | Device:
-    """A torch device by its name, or the ``Device`` that stands in for one; it need not be here."""
+    """Return a torch device by its name, or the user's ``Device`` object. It need not be here."""
     if isinstance(device, Device) and not isinstance(device, type):
         return device
     try:
         if isinstance(device, (str, torch.device)):
             return torch.device(device)
-    except RuntimeError:  # torch knows no such device; its own list of them would not help here
+    except RuntimeError:  # torch has no such device, and its list of all backends would not help here
         pass
     raise InvalidArgument(
         f"device={show_value(device)} is no device: pass a torch.device, a name such as 'cuda:0' or 'cpu', or leave it "
@@ -125,7 +112,7 @@ def parse_device(device: Any) -> torch.device | Device:
 
 
 class Allowance(Record):
-    """Bytes that a process may hold on a device; both 0 where the user gave none and the device does not report any."""
+    """Bytes that a process may hold on a device. Both are 0 if neither the user nor the device gives a number."""
 
     budget_bytes: int
     headroom_bytes: int
@@ -133,12 +120,12 @@ class Allowance(Record):
 
     @property
     def limit_bytes(self) -> int:
-        """What a trial has to stay within."""
+        """Limit of a trial: the budget less the headroom."""
         return self.budget_bytes - self.headroom_bytes
 
 
 def find_allowance(device: Device, budget: Any | None, headroom: Any | None) -> Allowance:
-    """The user's budget, or what is available on the device; never more than that."""
+    """Return the user's budget or the available memory, whichever is less."""
     available, warnings = device.available_bytes(), list[str]()
     budget_bytes = available if budget is None else parse_bytes("budget", budget)
     if 0 < available < budget_bytes:
@@ -158,7 +145,7 @@ def find_allowance(device: Device, budget: Any | None, headroom: Any | None) -> 
 
 
 def parse_headroom(value: Any, budget_bytes: int) -> int:
-    """Bytes to leave free: an int, a text, or a fraction of the budget, of which something has to be left."""
+    """Return the bytes to leave free, from an int, a text or a fraction of the budget."""
     if value is None:
         value = DEFAULT_HEADROOM
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
@@ -168,7 +155,7 @@ def parse_headroom(value: Any, budget_bytes: int) -> int:
                 f"headroom={show_value(value)}: a fraction must be at least 0 and less than 1, such as 0.1; for bytes "
                 f"pass an int or '512MiB'"
             )
-        # In NumPy's float32 the product would be rounded, up to the whole budget.
+        # NumPy's float32 would round the product, up to the whole budget.
         return int(budget_bytes * float(fraction))
     is_zero = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value == 0
     size = 0 if is_zero else read_bytes(value)

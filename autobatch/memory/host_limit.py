@@ -1,7 +1,7 @@
 """Reads how much memory this process may use on the host: the container's limit, or the machine's RAM.
 
-On Linux these are control groups, version 1 and 2, each with all its parents, and ``/proc/meminfo``. Windows is asked
-by a call, and on other systems only the installed RAM is known. ``cpu`` counts what the process's tensors hold.
+Linux has control groups, version 1 and 2, each with all its parents, and ``/proc/meminfo``. Windows has a call. Other
+systems report only the installed RAM.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 
 from autobatch.records import Record
 
-__all__ = ["HostMemory", "read_host_memory"]
-
-# By version: the files with the limit and the use, and the line of `memory.stat` with droppable page cache.
+# By version: the files with limit and use, and the line of `memory.stat` with the page cache that can be dropped.
 _GROUP_FILES = {
     "cgroup v2": ("memory.max", "memory.current", "inactive_file "),
     "cgroup v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
@@ -25,15 +23,25 @@ _GROUP_FILES = {
 
 
 class HostMemory(Record):
-    """What the host has for this process, in bytes."""
+    """Memory of the host for this process, in bytes.
 
-    total_bytes: int  # the tightest limit, whoever uses how much
-    available_bytes: int  # before any limit is met, this one or another; droppable page cache counts as free
-    source: str  # whose limit `total_bytes` is: "cgroup v2", "cgroup v1" or "RAM"
+    Attributes:
+        total_bytes: The tightest limit, whoever uses how much.
+        available_bytes: Memory left until any limit is met. Page cache that can be dropped counts as free.
+        source: Origin of ``total_bytes``: "cgroup v2", "cgroup v1" or "RAM".
+    """
+
+    total_bytes: int
+    available_bytes: int
+    source: str
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """The tightest of the machine's RAM and every control group above this process; ``OSError`` where none is known."""
+    """Return the tightest of the machine's RAM and every control group above this process.
+
+    Raises:
+        OSError: The platform reports none of them.
+    """
     limits = [_read_ram(root), *_control_groups(root)]
     tightest = min(limits, key=lambda limit: limit.total_bytes)
     return tightest.model_copy(update={"available_bytes": min(limit.available_bytes for limit in limits)})
@@ -56,7 +64,7 @@ def _read_ram(root: Path) -> HostMemory:
 
 
 def _read_windows() -> HostMemory:
-    """Ask ``GlobalMemoryStatusEx``, whose structure has its own size and a percentage before the sizes."""
+    """Call ``GlobalMemoryStatusEx``. Its structure begins with its own size and a percentage."""
     status = (ctypes.c_uint64 * 8)(64)
     windll: Any = getattr(ctypes, "windll", None)
     if not windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
@@ -65,7 +73,7 @@ def _read_windows() -> HostMemory:
 
 
 def _control_groups(root: Path) -> Iterator[HostMemory]:
-    """Each limit that holds for this process: a group is bound by its parents too."""
+    """Yield each limit of this process: its groups and all their parents."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -78,7 +86,7 @@ def _control_groups(root: Path) -> Iterator[HostMemory]:
             mount, source = root / "sys/fs/cgroup/memory", "cgroup v1"
         else:
             continue
-        # Inside a container the path is often the host's and does not exist here: the mount is then our own group.
+        # Inside a container the path is often the host's and does not exist here. Then the mount is our own group.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             if (limit := _read_group(mount.joinpath(*parts[:depth]), source)) is not None:
@@ -88,7 +96,7 @@ def _control_groups(root: Path) -> Iterator[HostMemory]:
 def _read_group(folder: Path, source: str) -> HostMemory | None:
     *names, cache = _GROUP_FILES[source]
     try:
-        limit, used = (int((folder / name).read_text()) for name in names)  # "max" means no limit: ValueError
+        limit, used = (int((folder / name).read_text()) for name in names)  # no limit is "max", a ValueError
     except (OSError, ValueError):
         return None
     try:

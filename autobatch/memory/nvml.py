@@ -1,7 +1,6 @@
-"""Asks NVIDIA's driver about a card: its memory, and which other processes hold some of it.
+"""Asks NVIDIA's driver about a card: its memory, and the other processes that hold some of it.
 
-Inside a container the driver may number processes as the host does; then this process looks like another one. Does not
-cover our own allocator (``cuda``).
+Inside a container the driver may number processes as the host does. Then this process looks like another one.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from typing import Any
 
 from autobatch.records import Record, Tenant
 
-__all__ = ["CardReading", "query", "query_all", "read_cuda_version"]
-
 logger = logging.getLogger("autobatch")
 _logged = threading.Event()
 
-# A process with a compute and a graphics context is in both lists, with the same total in each.
+# A process with a compute and a graphics context is in both lists, with the same total.
 _PROCESS_LISTS = (
     "nvmlDeviceGetComputeRunningProcesses",
     "nvmlDeviceGetGraphicsRunningProcesses",
@@ -30,33 +27,47 @@ _PROCESS_LISTS = (
 
 
 class CardReading(Record):
-    """A card, or a MIG slice of one, as the driver sees it."""
+    """A card, or a MIG slice of one, as the driver sees it.
 
-    uuid: str  # with its prefix: "GPU-..." or "MIG-..."
-    total_bytes: int  # with what the driver uses itself; 0 where it does not report any: the card shares the host's
+    Attributes:
+        uuid: With its prefix: "GPU-..." or "MIG-...".
+        total_bytes: Total memory, the driver's own part included; 0 if the card shares the host's memory.
+        free_bytes: Free memory; 0 as above.
+        tenants: Other processes whose memory the driver reports, the largest first.
+        driver: Version of the driver.
+        name: Name of the card.
+        divided: Whether the card is divided into MIG slices, whose memory is not read here.
+    """
+
+    uuid: str
+    total_bytes: int
     free_bytes: int
-    tenants: tuple[Tenant, ...] = ()  # other processes whose memory the driver reports, the largest first
-    driver: str = ""  # its version
+    tenants: tuple[Tenant, ...] = ()
+    driver: str = ""
     name: str = ""
-    divided: bool = False  # into MIG slices, whose memory is not read here
+    divided: bool = False
 
 
 def query(uuid: str) -> CardReading | None:
-    """Read one card or slice; ``None``, and one line in the log, where that is not possible for whatever reason.
+    """Read one card or slice. Return ``None`` and log one line if that fails for any reason.
 
-    ``torch.cuda.get_device_properties(i).uuid`` has no prefix: a whole card and a MIG slice are then tried in turn. An
-    index is never used, as CUDA and NVML number cards differently.
+    ``torch.cuda.get_device_properties(i).uuid`` has no prefix, so this tries a whole card and then a MIG slice. It
+    takes no index, since CUDA and NVML number cards differently.
     """
     try:
         with _session() as nvml:
             return _read_card(nvml, *_find(nvml, uuid))
-    except Exception as error:  # noqa: BLE001 (a missing module, a wrong one, ctypes, the driver: all mean unknown)
+    except Exception as error:  # noqa: BLE001 (a missing or wrong module, ctypes, the driver: all mean unknown)
         _log_once(f"{type(error).__name__}: {error}")
         return None
 
 
 def query_all() -> tuple[CardReading, ...]:
-    """Every card that the driver has, in its order, whichever CUDA may use; ``LookupError`` says why there is none."""
+    """Read every card of the driver, in its order, whichever CUDA may use.
+
+    Raises:
+        LookupError: The driver cannot be asked.
+    """
     try:
         with _session() as nvml:
             handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
@@ -66,18 +77,18 @@ def query_all() -> tuple[CardReading, ...]:
 
 
 def read_cuda_version() -> tuple[int, int] | None:
-    """The newest CUDA that the driver can run, such as ``(13, 0)``; ``None`` without a driver."""
+    """Return the newest CUDA that the driver can run, such as ``(13, 0)``; ``None`` without a driver."""
     try:
         with _session() as nvml:
             version = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
-    except Exception:  # noqa: BLE001 (as in query: unknown, for whatever reason)
+    except Exception:  # noqa: BLE001 (as in query)
         return None
     return version // 1000, version % 1000 // 10
 
 
 @contextmanager
 def _session() -> Iterator[Any]:
-    # The driver counts these, so other uses of it go on when ours ends.
+    # The driver counts these calls, so other uses of it are not affected.
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
     try:
@@ -105,7 +116,7 @@ def _read_card(nvml: Any, uuid: str, handle: Any) -> CardReading:
 
 
 def _read_memory(nvml: Any, handle: Any) -> tuple[int, int]:
-    """Total and free bytes; zeros where the card has no memory of its own, which the driver calls not supported."""
+    """Return total and free bytes; zeros for a card that shares the host's memory."""
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     except getattr(nvml, "NVMLError_NotSupported", ()):
@@ -126,13 +137,13 @@ def _find(nvml: Any, uuid: str) -> tuple[str, Any]:
 
 
 def _is_divided(nvml: Any, handle: Any) -> bool:
-    """Whether this is a whole card whose memory is handed out in MIG slices: its totals say nothing about ours."""
-    modes = _ask(nvml, "nvmlDeviceGetMigMode", handle)  # current and pending; refused for a slice itself or an old card
+    """Return whether this is a whole card divided into MIG slices. Its totals say nothing about our slice."""
+    modes = _ask(nvml, "nvmlDeviceGetMigMode", handle)  # current and pending; refused for a slice and for old cards
     return modes is not None and bool(modes[0])
 
 
 def _list_processes(nvml: Any, handle: Any) -> dict[int, int]:
-    """Bytes by process, for those whose bytes are reported."""
+    """Return the bytes of each process that the driver reports."""
     held: dict[int, int] = {}
     refusals: list[str] = []
     for name in _PROCESS_LISTS:
@@ -142,23 +153,23 @@ def _list_processes(nvml: Any, handle: Any) -> dict[int, int]:
             refusals.append(str(error))
             continue
         for process in processes:
-            if process.usedGpuMemory is None:  # the driver's "not available": Windows, or a slice without permission
+            if process.usedGpuMemory is None:  # on Windows, or for a slice without permission
                 _log_once(f"the memory of process {process.pid} is not available")
             else:
                 held[process.pid] = max(held.get(process.pid, 0), int(process.usedGpuMemory))
-    # One or two are refused on many cards (no graphics on a slice, no MPS in an old driver) and nothing is missed.
+    # Many cards refuse one or two lists (no graphics on a slice, no MPS in an old driver), and nothing is missed.
     if len(refusals) == len(_PROCESS_LISTS):
         _log_once(refusals[0])
     return held
 
 
 def _name_program(command: str) -> str:
-    """Without its folder and arguments, which may be private."""
+    """Return the program without its folder and arguments, which may be private."""
     return command.rpartition("\\")[2] if "\\" in command else command.partition(" ")[0].rpartition("/")[2]
 
 
 def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
-    """The driver's answer, ``None`` where it refuses, or where an old module lacks the function."""
+    """Return the driver's answer; ``None`` if it refuses or an old module lacks the function."""
     try:
         return getattr(nvml, function)(*arguments)
     except (nvml.NVMLError, AttributeError, UnicodeDecodeError):

@@ -1,16 +1,14 @@
 """Decides whether an exception is an out-of-memory error, and describes it without keeping it alive.
 
-By tables: types first, then texts; exception groups are not looked into. Nothing here holds an exception: its traceback
-would keep the failed step's tensors alive.
+Tables decide: types first, then texts. Exception groups are not opened. Nothing here holds an exception, since its
+traceback would keep the failed step's tensors alive.
 """
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["describe_error", "ends_context", "is_oom"]
-
-# torch.AcceleratorError carries the runtime's own number (cudaError_t, which HIP shares for these).
+# torch.AcceleratorError has the runtime's number (cudaError_t; HIP has the same numbers).
 _OUT_OF_MEMORY_CODE = 2
 # After these the CUDA documentation asks for a new process: ECC, illegal address, launch timeout, destroyed context,
 # assert, hardware stack, illegal instruction, misaligned address, address space, program counter, launch failure.
@@ -27,18 +25,18 @@ _FATAL_TEXTS = (
     "operation not supported on global/shared address space",
     "uncorrectable ECC error",
     "launch timed out and was terminated",
-    # The communicator's state is unknown: other ranks may wait forever for this one.
+    # The communicator's state is unknown, and other ranks may wait forever for this one.
     "NCCL error",
     "NCCL Error",
     "ncclUnhandledCudaError",
-    # The loader's own memory ended, which no smaller micro-batch gives back.
+    # The loader ran out of memory, and a smaller micro-batch does not help it.
     "in DataLoader worker process",
     "in pin memory thread",
 )
 _OUT_OF_MEMORY_TEXTS = (
-    "out of memory. Tried to allocate",  # every caching allocator built like CUDA's: HIP, XPU, NPU...
+    "out of memory. Tried to allocate",  # every caching allocator modeled on CUDA's: HIP, XPU, NPU...
     "MPS backend out of memory",
-    "Invalid buffer size: ",  # MPS: one tensor beyond what Metal gives at once
+    "Invalid buffer size: ",  # MPS: one tensor larger than Metal allows
     "CUDA error: out of memory",
     "HIP error: out of memory",
     "CUDA driver error: out of memory",
@@ -54,7 +52,7 @@ _OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "not enough memory: you tried to allocate",  # the CPU allocator on Windows
 )
-# Each has causes beside memory (an unsupported shape, a broken installation), so memory has to be low as well.
+# Each has other causes too (an unsupported shape, a broken installation), so memory has to be low as well.
 _AMBIGUOUS_TEXTS = (
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "CUDNN_STATUS_NOT_SUPPORTED",
@@ -62,7 +60,7 @@ _AMBIGUOUS_TEXTS = (
     "CUFFT_INTERNAL_ERROR",
     "unable to find an engine",
     "Unable to find a valid cuDNN algorithm",
-    "NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # the allocator's own report of an OOM failed, as on Jetson
+    "NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # the allocator failed to report an OOM, as on Jetson
 )
 
 _LOW_FRACTION = 0.05
@@ -70,25 +68,24 @@ _LOW_BYTES = 512 * 1024**2
 
 
 def is_oom(error: object, *, memory_is_low: bool | None = None, handled: BaseException | None = None) -> bool:
-    """Whether an error means that memory ended and that less work at once may go through.
+    """Return whether an error means out of memory, so that fewer samples may fit.
 
-    The error itself and whatever it was raised from count: ``__cause__``, or ``__context__`` where ``from None`` does
-    not hide it. Texts count only on ``RuntimeError`` (``torch.OutOfMemoryError`` and ``torch.AcceleratorError`` are
-    such), so a ``ValueError`` that mentions memory is not one. Python's ``MemoryError``, overflowing sizes and Triton's
-    ``OutOfResources`` (shared memory of a kernel) are not: a smaller batch does not cure them. Errors that end the CUDA
-    context or a communicator are not, even where an OOM led to them, and neither is an interrupt.
+    The error counts, and so do the errors it was raised from: ``__cause__``, or ``__context__`` unless ``from None``
+    hides it. Texts count only on a ``RuntimeError``; ``torch.OutOfMemoryError`` and ``torch.AcceleratorError`` are
+    subclasses. A smaller batch does not cure Python's ``MemoryError``, overflowing sizes and Triton's
+    ``OutOfResources`` (shared memory of a kernel), so these return False. So does an error that ends the CUDA context
+    or a communicator, even if an OOM led to it, and so does an interrupt.
 
     Args:
-        error: What was raised; no reference to it stays. What is no exception is no OOM.
+        error: The error. No reference to it stays. Other objects than exceptions return False.
         memory_is_low: Decides errors that mean an OOM only sometimes, such as ``CUDNN_STATUS_NOT_SUPPORTED``. ``None``
             asks the CUDA devices that this process uses: low is less than 5 % of the device or 512 MiB, whichever is
-            more. Without an initialised CUDA it is not low.
-        handled: What was already being handled when the attempt began: ``sys.exc_info()[1]``, taken before the ``try``.
-            Python makes it the context of every error that is raised meanwhile, so it and what it was raised from do
-            not count.
+            more. Memory is not low if CUDA is not initialized.
+        handled: The exception that was being handled when the attempt began: ``sys.exc_info()[1]`` before the ``try``.
+            Python makes it the context of every later error, so it does not count, and neither do its causes.
 
     Returns:
-        Whether it is worth trying again with fewer samples.
+        Whether to try again with fewer samples.
     """
     chain = _unchain(error, handled) if isinstance(error, BaseException) else []
     if any(_is_fatal(link) for link in chain):
@@ -101,14 +98,14 @@ def is_oom(error: object, *, memory_is_low: bool | None = None, handled: BaseExc
 
 
 def ends_context(error: BaseException, *, handled: BaseException | None = None) -> bool:
-    """Whether nothing can run any more after this error in this process: a CUDA context or a communicator is lost."""
+    """Return whether nothing can run in this process after this error: a CUDA context or a communicator is lost."""
     return any(_is_fatal(link) for link in _unchain(error, handled))
 
 
 def describe_error(error: BaseException, *, handled: BaseException | None = None) -> str:
-    """Type and first line of an error, for a log: ``"OutOfMemoryError: CUDA out of memory. Tried to..."``.
+    """Return type and first line of an error, for a log: ``"OutOfMemoryError: CUDA out of memory. Tried to..."``.
 
-    Of a chain it is the link that ``is_oom`` recognises, or ``error`` itself where none is; ``handled`` is as there.
+    A chain is described by the link that ``is_oom`` recognizes, or by ``error`` if it recognizes none.
     """
     chain = _unchain(error, handled)
     [link, *_] = [e for e in chain if _means_oom(e)] or [e for e in chain if _contains(e, _AMBIGUOUS_TEXTS)] or chain
@@ -117,12 +114,12 @@ def describe_error(error: BaseException, *, handled: BaseException | None = None
 
 
 def _unchain(error: BaseException, handled: BaseException | None) -> list[BaseException]:
-    """The error and what it was raised from, outermost first, as a traceback would show them, down to ``handled``."""
+    """Return the error and its causes down to ``handled``, outermost first, as a traceback shows them."""
     chain = [error]
-    while chain[-1] is not handled:  # where it is the error itself, raised once more: it counts, what is behind not
-        # Setting a cause, also the None of `from None`, suppresses the context.
+    while chain[-1] is not handled:  # if it is the error itself, raised again, it counts and its causes do not
+        # A cause suppresses the context, and so does `from None`.
         link = chain[-1].__cause__ if chain[-1].__suppress_context__ else chain[-1].__context__
-        # By identity: an exception class may compare its instances as it likes.
+        # By identity, since an exception class may define its own comparison.
         if link is None or link is handled or any(link is seen for seen in chain):
             break
         chain.append(link)
@@ -160,9 +157,9 @@ def _any_device_is_low() -> bool:
     if not torch.cuda.is_initialized():
         return False
     try:
-        # Only where this process holds something: asking another device would create a context on it.
+        # Only devices in use: a question to another one would create a context on it.
         used = [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
         readings = [torch.cuda.mem_get_info(index) for index in used]
-    except RuntimeError:  # a device that does not even answer is not one to retry on
+    except RuntimeError:  # a device without an answer is not one to retry on
         return False
     return any(free < max(_LOW_FRACTION * total, _LOW_BYTES) for free, total in readings)

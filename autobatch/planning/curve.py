@@ -14,10 +14,8 @@ from autobatch._formatting import format_bytes
 from autobatch.errors import InvalidArgument
 from autobatch.records import Record, Trial
 
-__all__ = ["UNLIMITED", "Line", "MemoryCurve", "fit_curve", "growing_allocated", "growing_reserved", "ran"]
-
 UNLIMITED = sys.maxsize
-"""What ``MemoryCurve.largest`` returns where memory does not grow with the size at all."""
+"""The largest size of ``MemoryCurve.largest`` if memory does not grow with the size."""
 
 _Point = tuple[int, int]
 
@@ -32,7 +30,7 @@ def _check_knots(knots: tuple[_Point, ...]) -> tuple[_Point, ...]:
 
 _Knot = tuple[Annotated[int, Strict(), Field(ge=0, le=2**31)], Bytes]
 _Knots = Annotated[tuple[_Knot, ...], Field(min_length=2, max_length=LONGEST_LIST), AfterValidator(_check_knots)]
-"""``(size, bytes)`` at the ends of straight pieces, in order of size; the outer pieces go on beyond them."""
+"""``(size, bytes)`` at the ends of straight pieces, in order of size. The outer pieces extend beyond them."""
 
 
 class Line(NamedTuple):
@@ -44,30 +42,30 @@ class Line(NamedTuple):
     rise: int
 
     def reach(self, limit: int, steepness: int = 1) -> int:
-        """The largest size within the limit on this line, or on one so many times as steep through the same point."""
+        """Return the largest size within the limit on this line, or on a steeper one through the same point."""
         if self.rise <= 0:
             return UNLIMITED
         return self.size + (limit - self.peak) * self.run // (self.rise * steepness)
 
     def height(self, size: int) -> int:
-        """The bytes at a size on this line, rounded down."""
+        """Return the bytes at a size on this line, rounded down."""
         return self.peak + (size - self.size) * self.rise // self.run
 
     def passes(self, size: int, peak: int, tolerance: int) -> bool:
-        """Whether the line comes within ``tolerance`` bytes of another point."""
+        """Return whether the line comes within ``tolerance`` bytes of another point."""
         return abs((peak - self.peak) * self.run - (size - self.size) * self.rise) <= tolerance * self.run
 
 
 class MemoryCurve(Record):
     """The most bytes held at once during an optimizer step, by micro-batch size.
 
-    Convex because it is a maximum: each point of the program holds ``constant + slope * size`` bytes and the peak is
-    whichever holds most. The optimizer's step does not depend on the size, so it is a floor under the growing part.
+    The curve is convex because it is a maximum: each point of the program holds ``constant + slope * size`` bytes. The
+    optimizer's step does not depend on the size, so it is a floor under the growing part.
 
     Attributes:
         allocated: Knots of the growing part, in bytes of tensors.
         reserved: Knots of the growing part, in bytes that the allocator holds: what meets the limit.
-        allocated_floor: Bytes of tensors at any size: what is resident, or the optimizer's step where that is more.
+        allocated_floor: Bytes of tensors at any size: resident ones, or the optimizer's step if that takes more.
         reserved_floor: The same, as the allocator holds it.
     """
 
@@ -82,22 +80,22 @@ class MemoryCurve(Record):
         return f"MemoryCurve({', '.join(f'{size}: {format_bytes(self.peak_reserved(size))}' for size in ends)})"
 
     def peak_allocated(self, n: int) -> int:
-        """Bytes in tensors at once with micro-batches of ``n`` samples, rounded up."""
+        """Return the bytes in tensors at once with micro-batches of ``n`` samples, rounded up."""
         return max(self.allocated_floor, _evaluate(self.allocated, n))
 
     def peak_reserved(self, n: int) -> int:
-        """Bytes held by the allocator at once with micro-batches of ``n`` samples, rounded up."""
+        """Return the bytes held by the allocator at once with micro-batches of ``n`` samples, rounded up."""
         return max(self.reserved_floor, _evaluate(self.reserved, n))
 
     def growing_reserved(self, n: int) -> int:
-        """The part of it that depends on the size, also where the optimizer's step hides it."""
+        """Return the part that depends on the size, even if the optimizer's step hides it."""
         return _evaluate(self.reserved, n)
 
     def largest(self, limit: int) -> int:
-        """The most samples in a micro-batch whose reserved peak stays within ``limit`` bytes.
+        """Return the most samples in a micro-batch whose reserved peak stays within ``limit`` bytes.
 
         Returns:
-            0 where not even one sample fits, ``UNLIMITED`` where the size makes no difference.
+            0 if not even one sample fits, ``UNLIMITED`` if the size makes no difference.
         """
         if self.peak_reserved(1) > limit:
             return 0
@@ -106,12 +104,12 @@ class MemoryCurve(Record):
 
 
 def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
-    """The curve through what the trials measured.
+    """Fit the curve to what the trials measured.
 
-    It passes through every point of convex measurements. Reserved bytes are a staircase (the CUDA allocator takes
-    segments of 2 and 20 MiB): there it is the greatest convex function below the points, moved up until no point lies
-    above it. So a measured size is never under-predicted; between and beyond sizes it is a prediction. One trial alone
-    gives the line to the resident bytes at size 0, which is steeper than memory that grows linearly.
+    It passes through every point of convex measurements. Reserved bytes are a staircase, since the CUDA allocator takes
+    segments of 2 and 20 MiB. There the curve is the greatest convex function below the points, moved up until no point
+    lies above it. So a measured size is never under-predicted. One trial alone gives the line to the resident bytes at
+    size 0, which is steeper than linear memory.
     """
     measured = [trial for trial in trials if ran(trial)]
     if not measured:
@@ -127,20 +125,19 @@ def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
 
 
 def ran(trial: Trial) -> bool:
-    """Whether the trial came to its end, so that its peaks are those of a whole step."""
+    """Return whether the trial finished, so that its peaks are those of a whole step."""
     return trial.outcome != "oom"
 
 
 def growing_allocated(trial: Trial) -> int:
-    """The bytes in tensors that depend on the size: the backward's peak, also where the optimizer's hides it."""
+    """Return the bytes in tensors that depend on the size: the backward's peak, even if the optimizer's is higher."""
     return (trial.backward_allocated or 0) if _optimizer_leads(trial) else trial.peak_allocated
 
 
 def growing_reserved(trial: Trial) -> int:
-    """The bytes held by the allocator that depend on the size.
+    """Return the bytes held by the allocator that depend on the size.
 
-    Where the backward leads in tensors, what the allocator took later is fragmentation, not a plateau: it grows with
-    the size and counts.
+    If the backward's peak is the higher one, later growth of the allocator is fragmentation, which depends on the size.
     """
     hidden = trial.backward_reserved if _optimizer_leads(trial) else None
     return _peak_reserved(trial) if hidden is None else hidden
@@ -151,13 +148,13 @@ def _optimizer_leads(trial: Trial) -> bool:
 
 
 def _peak_reserved(trial: Trial) -> int:
-    # A device without a caching allocator reports no reserved bytes of its own: there tensors are all that is held.
+    # Without a caching allocator a device reports no reserved bytes, and holds nothing but tensors.
     return max(trial.peak_reserved, trial.peak_allocated)
 
 
 def _fit_knots(points: Sequence[_Point], resident: int) -> tuple[_Point, ...]:
     sizes, peaks = zip(*sorted(points), strict=True)
-    # A size is taken to need no less than a smaller one did, and the most that any trial of it did.
+    # A size needs at least what a smaller one did, and the most of its own trials.
     rising = [*dict(zip(sizes, accumulate(peaks, max), strict=True)).items()]
     if len(rising) == 1:
         [(size, peak)] = rising
@@ -171,7 +168,7 @@ def _fit_knots(points: Sequence[_Point], resident: int) -> tuple[_Point, ...]:
 
 
 def _cover(points: Sequence[_Point]) -> tuple[_Point, ...]:
-    """The greatest convex function below the points, moved up by the most that a point lies above it."""
+    """Return the greatest convex function below the points, moved up until no point lies above it."""
     hull: list[_Point] = []
     for point in points:
         while len(hull) > 1 and _bend(hull[-2], hull[-1], point) <= 0:
@@ -182,13 +179,13 @@ def _cover(points: Sequence[_Point]) -> tuple[_Point, ...]:
 
 
 def _bend(first: _Point, middle: _Point, last: _Point) -> int:
-    """Positive where the slope rises at the middle point, 0 on a line, negative where it falls."""
+    """Return a positive number if the slope rises at the middle point, 0 on a line, a negative one if it falls."""
     rise, run = middle[1] - first[1], middle[0] - first[0]
     return (last[1] - middle[1]) * run - rise * (last[0] - middle[0])
 
 
 def _evaluate(knots: Sequence[_Point], n: int) -> int:
-    # A convex piecewise linear function is the maximum of its pieces, each gone on with in both directions.
+    # A convex piecewise linear function is the maximum of its pieces, each extended in both directions.
     return max(
         peak - (size - n) * (next_peak - peak) // (next_size - size)  # minus a floor: rounded up, on either side
         for (size, peak), (next_size, next_peak) in pairwise(knots)

@@ -1,7 +1,4 @@
-"""Holds what a search asks and what its trials have shown: which sizes are settled, which are open, how bytes grow.
-
-Does not cover which size is tried next (``next_trial``).
-"""
+"""Holds the question of a search and the evidence of its trials: settled sizes, open sizes, how bytes grow."""
 
 from __future__ import annotations
 
@@ -14,24 +11,33 @@ from autobatch.planning.curve import Line, growing_allocated, growing_reserved
 from autobatch.planning.forecast import Forecast
 from autobatch.records import Record, Trial
 
-__all__ = ["Evidence", "Question", "draw_line", "fits"]
-
 
 class Question(Record):
-    """What a search is to find: the largest useful size that stays within a limit."""
+    """The question of a search: the largest useful size within a limit.
 
-    bound: int = Field(ge=1)  # no size above this is tried: a rank's share of the target, or what the user allows
+    Attributes:
+        bound: No size above this is tried: a rank's share of the target, or what the user allows.
+        limit_bytes: Limit of the peak.
+        measures: Whether trials carry bytes. If not, running out of memory is the only signal.
+        smallest_probe: If 2, one sample is tried only after 2 has failed.
+        candidates: Possible answers, ascending. Empty: all up to the bound.
+        expected: Answer of a prediction, where the search begins and may end.
+        expects_no_more: Whether the prediction says that the next candidate does not fit.
+        forecast: Predicted bytes of trials near that answer.
+    """
+
+    bound: int = Field(ge=1)
     limit_bytes: int = Field(ge=0)
-    measures: bool = True  # where not, trials carry no bytes, and running out of memory is the only signal
-    smallest_probe: int = Field(default=1, ge=1, le=2)  # where 2, one sample is tried only after 2 has failed
-    candidates: tuple[int, ...] = ()  # the sizes worth answering with, ascending; empty: all up to the bound
-    expected: int = Field(default=0, ge=0)  # the answer of a prediction: where to begin, and with a line where to end
-    expects_no_more: bool = True  # whether the prediction says that the next candidate does not fit
-    forecast: Forecast = Forecast()  # of the bytes of trials near that answer
+    measures: bool = True
+    smallest_probe: int = Field(default=1, ge=1, le=2)
+    candidates: tuple[int, ...] = ()
+    expected: int = Field(default=0, ge=0)
+    expects_no_more: bool = True
+    forecast: Forecast = Forecast()
 
     @model_validator(mode="after")
     def _check_candidates(self) -> Question:
-        start = [*range(1, min(self.bound, 2) + 1)]  # where every search may have to begin and to end
+        start = [*range(1, min(self.bound, 2) + 1)]  # a search may have to begin and end here
         candidates = [*self.candidates]
         if candidates and self.smallest_probe > 1 and candidates[0] in (2, 3):
             start = candidates[:1]  # a batch of an odd number of samples cannot be divided into parts of 2
@@ -41,22 +47,27 @@ class Question(Record):
 
     @property
     def sizes(self) -> Sequence[int]:
-        """The possible answers, ascending."""
+        """Possible answers, ascending."""
         return self.candidates or range(1, self.bound + 1)
 
 
 def fits(question: Question, trial: Trial) -> bool:
-    """Whether the trial ran, without thrashing and within the limit."""
+    """Return whether the trial ran, without thrashing and within the limit."""
     within = max(trial.peak_reserved, trial.peak_allocated) <= question.limit_bytes
     return trial.outcome == "fits" and (within or not question.measures)
 
 
 class Evidence:
-    """What is settled and what is open. Failures below a size that fits settle nothing: memory may not be monotone.
+    """Settled and open sizes. A failure below a size that fits settles nothing: memory may not be monotone.
 
-    ``answers`` are the candidates that fit, ``lowest`` the largest of them or 0, ``limiting`` the smallest above it
-    that does not fit, ``open`` the candidates between them, ``peaks`` the bytes that grow with the size, by size,
-    ``held`` all bytes, and ``forecast`` is empty where a trial has refuted it.
+    Attributes:
+        answers: Candidates that fit.
+        lowest: Largest of them, or 0.
+        limiting: Smallest size above it that does not fit.
+        open: Candidates between those two.
+        peaks: Bytes that grow with the size, by size.
+        held: All bytes, by size.
+        forecast: Forecast of the question; empty once a trial has refuted it.
     """
 
     def __init__(self, question: Question, trials: Sequence[Trial]) -> None:
@@ -78,22 +89,22 @@ class Evidence:
         self.open = sizes[bisect_right(sizes, self.lowest) : end]
 
     def safe_reach(self, size: int, peak: int) -> int:
-        """The largest size within the limit on the line from what is resident at 0, steeper than linear memory is."""
+        """Return the largest size within the limit on the line from the resident bytes at 0, which is a steep one."""
         resident = min(trial.resident_bytes for trial in self.measured)
         return Line(size, peak, size, peak - resident).reach(self.question.limit_bytes)
 
     def snap(self, size: int, above: int) -> int:
-        """The largest open candidate up to ``size``, so that the trial can be the answer; if none is left, ``size``."""
+        """Return the largest open candidate up to ``size``, so that the trial can be the answer, or else ``size``."""
         index = bisect_right(self.open, size)
         return self.open[index - 1] if index and self.open[index - 1] > above else size
 
 
 def draw_line(peaks: dict[int, int], trials: Sequence[Trial]) -> Line:
-    """Through the largest of at least two measured sizes and the largest of at most 7/8 of it.
+    """Draw a line through the largest of at least two measured sizes and the largest of at most 7/8 of it.
 
-    Reserved bytes are a staircase, and two close sizes are often on one step: so not through the two largest, and never
-    less steep than the bytes in tensors, which know no steps and which the allocator cannot outrun for long. One
-    sample is another program, so it only serves where there is but one other size.
+    Reserved bytes are a staircase, and two close sizes are often on one step, so the line avoids them. It is at least
+    as steep as the bytes in tensors, which have no steps. One sample is another program, so the line takes it only if
+    there is just one other size.
     """
     largest = max(peaks)
     others = [size for size in peaks if size != largest and (size > 1 or len(peaks) == 2)]

@@ -1,7 +1,4 @@
-"""Predicts the bytes of a trial from those of earlier trials and from a simulation.
-
-Does not cover where the prediction comes from (``prediction.prior``), nor which size is tried next (``next_trial``).
-"""
+"""Predicts the bytes of a trial from those of earlier trials and from the simulation of ``prediction.prior``."""
 
 from __future__ import annotations
 
@@ -15,31 +12,29 @@ from pydantic import Field, model_validator
 from autobatch._bounds import Bytes
 from autobatch.records import Record
 
-__all__ = ["FIRST_SIZE", "Expected", "Forecast"]
-
 FIRST_SIZE = 2
 """Samples in the one micro-batch of the first step, which makes the optimizer's state."""
 _RESERVE = 50
-"""A trial may take 1/50 more than predicted: near the limit, those of benchmarks/card_models.py took 1.7 % at most."""
+"""A trial may take 1/50 more than predicted. Near the limit, those of benchmarks/card_models.py took 1.7 % at most."""
 _AGREES = 10
-"""A prediction that is wrong by more than a tenth of its bytes is of another step than the one that runs."""
+"""A prediction with an error of more than a tenth belongs to another step."""
 
 
 class Expected(NamedTuple):
-    """Bytes that a trial will reserve."""
+    """Bytes that a trial will reserve; ``at_most`` includes the reserve."""
 
     likely: int
-    at_most: int  # with the reserve, and no less than was predicted
+    at_most: int
 
 
 class Forecast(Record):
-    """Bytes that a trial is predicted to reserve at some sizes; straight lines in between, and nothing beyond.
+    """Predicted bytes of a trial at some sizes, with straight lines in between and nothing beyond.
 
     Attributes:
         points: ``(size, bytes)``, ascending in size.
-        largest_to_train: The largest size whose training is predicted to fit in a new process, where the allocator
-            divides its segments differently than in a trial. 0: not known.
-        is_confirmed: Whether the first step, of two samples, held the bytes that were predicted for it.
+        largest_to_train: Largest size whose training is predicted to fit in a new process, in which the allocator
+            divides its segments differently. 0 if unknown.
+        is_confirmed: Whether the first step, of two samples, held the predicted bytes.
     """
 
     points: tuple[tuple[int, Bytes], ...] = Field(default=(), max_length=10_000)
@@ -53,7 +48,7 @@ class Forecast(Record):
         return self
 
     def predict(self, size: int) -> int | None:
-        """Bytes of a trial at this size; ``None`` outside of the points."""
+        """Return the bytes of a trial at this size; ``None`` outside of the points."""
         index = bisect_left(self.points, size, key=lambda point: point[0])
         if index == len(self.points):
             return None
@@ -66,16 +61,16 @@ class Forecast(Record):
         return low + (high - low) * (size - start) // (end - start)
 
     def agrees(self, peaks: Mapping[int, int]) -> bool:
-        """Whether the measured bytes, by size, are within a tenth of the prediction; ``is_confirmed`` before any."""
+        """Return whether the measured bytes, by size, are near the prediction; ``is_confirmed`` before any."""
         predicted = {size: bytes_then for size in peaks if (bytes_then := self.predict(size)) is not None}
         if not predicted:
             return self.is_confirmed and not peaks
         return all(abs(peaks[size] - held) * _AGREES <= held for size, held in predicted.items())
 
     def expect(self, size: int, peaks: Mapping[int, int]) -> Expected | None:
-        """Bytes of a trial at this size: those of the largest smaller trial, plus the predicted difference.
+        """Return the bytes of a trial at this size: the largest smaller trial, plus the predicted difference.
 
-        ``None`` where nothing is predicted.
+        ``None`` without a prediction.
         """
         then = self.predict(size)
         known = max((at for at in peaks if at < size and self.predict(at) is not None), default=0)
@@ -89,7 +84,7 @@ class Forecast(Record):
         return Expected(likely, max(likely, then) + more // _RESERVE)
 
     def largest(self, sizes: Sequence[int], peaks: Mapping[int, int], limit_bytes: int) -> int | None:
-        """The largest of these ascending sizes that is sure to stay within the limit; ``None`` where none is."""
+        """Return the largest of these ascending sizes that surely stays within the limit; ``None`` if none does."""
         for size in reversed(sizes):
             expected = self.expect(size, peaks)
             if expected is not None and expected.at_most <= limit_bytes:

@@ -1,12 +1,11 @@
-"""Chooses which micro-batch size to try next, and at the end which of those that ran a plan may promise.
+"""Chooses the micro-batch size to try next, and finally the size that a plan may promise.
 
-Covers the policy alone: sizes and outcomes in, one size out; the same trials always lead to the same size. Does not
-cover running a trial (``fitting.probe``), nor the curve of a plan (``curve``).
+The policy takes sizes and outcomes and returns one size. The same trials always lead to the same size.
 
-Where a forecast agrees with what was measured, the search goes where it leads. Else it rests on memory that grows
-convexly with the size, so that a straight line through two measured sizes never lies above what a larger size takes:
-measure two small sizes, jump to where the line meets the limit, confirm. It depends on neither: ``_affords`` limits
-the number of trials to three more than a bisection's, whatever happens.
+1. If a forecast agrees with the measurements, the search follows it.
+2. Otherwise memory grows convexly with the size, so a line through two measured sizes never lies above a larger one.
+   The search measures two small sizes, jumps to the size at which the line meets the limit, and confirms it.
+3. The search depends on neither. ``_affords`` limits the number of trials to three more than a bisection takes.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from autobatch.planning.forecast import Expected
 from autobatch.planning.planner import Objective
 from autobatch.records import Trial
 
-__all__ = ["choose_size", "most_trials", "next_size", "next_smaller_size"]
-
-_AS_FAST = 0.98  # the share of the best rate that still counts as no slower; timings of one size differ by as much
+_AS_FAST = 0.98  # share of the best rate that counts as equally fast; timings of one size differ by as much
 _STRAIGHT = 200  # points lie on a line within 1/200 of the limit: one 20 MiB segment of the CUDA allocator on 4 GiB
 _SPARE = 50  # a trial that takes 1/50 more than the limit seldom runs out: the headroom is 1/20 by default
 _ENOUGH = 3  # trials, where a prediction is right and the next candidate may or may not fit
@@ -30,11 +27,11 @@ _SEGMENT = 20 * 2**20  # bytes that the CUDA allocator takes at once for what is
 
 
 def choose_size(question: Question, trials: Sequence[Trial], objective: Objective = "throughput") -> int | None:
-    """The micro-batch size that a plan may promise: a candidate that has run and fits; ``None`` where none does.
+    """Return the micro-batch size that a plan may promise: a candidate that has run and fits; ``None`` without one.
 
-    ``"throughput"`` takes the largest: the rates of single trials are too noisy to overrule fewer, fuller steps, and
-    what crawls near the limit has the outcome ``"thrash"``. ``"memory"`` takes the smallest within 2 % of the best
-    rate in samples per second; without rates the largest, since nothing says that a smaller one is as fast.
+    ``"throughput"`` takes the largest: the rates of single trials are too noisy to overrule fewer, fuller steps, and a
+    trial that crawls near the limit has the outcome ``"thrash"``. ``"memory"`` takes the smallest within 2 % of the
+    best rate in samples per second. Without rates it takes the largest too.
     """
     rates = dict.fromkeys(Evidence(question, trials).answers, 0.0)
     for trial in trials:
@@ -47,13 +44,12 @@ def choose_size(question: Question, trials: Sequence[Trial], objective: Objectiv
 
 
 def next_size(question: Question, trials: Sequence[Trial]) -> int | None:
-    """The next size to try, ``None`` when the largest that fits is found.
+    """Return the next size to try; ``None`` once the largest that fits is found.
 
-    It is found where it is the largest candidate, or the next candidate has failed, or is predicted over the limit by a
-    forecast that agrees with all trials, or a straight line puts it there: one through at least three sizes (or all
-    that exist below), or through two where a prediction agrees. So it is exact on memory that grows convexly. Each
-    size is asked for at most once, and at most ``most_trials`` of them; on memory that grows linearly at most four,
-    none of which runs out of memory, as long as two samples fit.
+    A size is the largest if it is the last candidate, or the next one failed or is known to be over the limit. Two
+    things show that: a forecast that agrees with all trials, or a line through at least three sizes (two if a
+    prediction agrees). So the answer is exact on convex memory. No size is tried twice, and the search takes at most
+    ``most_trials``. On linear memory it takes at most four, and none runs out of memory if two samples fit.
     """
     seen = Evidence(question, trials)
     if not seen.open or _is_proven(seen):
@@ -67,9 +63,9 @@ def next_size(question: Question, trials: Sequence[Trial]) -> int | None:
 
 
 def next_smaller_size(question: Question, trials: Sequence[Trial]) -> int | None:
-    """After ``next_size`` is done: the next size to time for the objective ``"memory"``, ``None`` when it has one.
+    """Return the next size to time for the objective ``"memory"``, after ``next_size``; ``None`` once it is found.
 
-    Halves the smallest size that is as fast as the best, until half of it has been timed and is slower.
+    It halves the smallest size that is as fast as the best, until a trial of that half is slower.
     """
     smallest = choose_size(question, trials, "memory")
     if smallest is None or not any(trial.seconds for trial in trials):
@@ -81,17 +77,16 @@ def next_smaller_size(question: Question, trials: Sequence[Trial]) -> int | None
 
 
 def most_trials(question: Question) -> int:
-    """A bisection of ``1..bound`` takes ``floor(log2(bound)) + 1`` trials at most; where bytes are measured, 3 more."""
+    """Return the most trials: those of a bisection of ``1..bound``, and 3 more if bytes are measured."""
     return question.bound.bit_length() + (3 if question.measures else 0)
 
 
 def _affords(left: int, open_sizes: Sequence[int], size: int) -> bool:
-    """Whether the trials left after this one suffice whichever way it ends.
+    """Return whether the trials left after this one suffice, whatever its outcome.
 
     Bisecting ``k`` open candidates takes at most ``k.bit_length()`` trials, since the larger part of the other
-    ``k - 1`` is ``k // 2``. Invariant: ``len(open).bit_length() <= left``. It holds at the start, and a trial is only
-    granted if it holds afterwards, as it does for the midpoint. So no search takes more than ``most_trials``, whatever
-    memory does.
+    ``k - 1`` is ``k // 2``. Invariant: ``len(open).bit_length() <= left``. It holds at the start, and a trial may only
+    run if it holds afterwards, as it does for the midpoint. So no search takes more than ``most_trials``.
     """
     below = bisect_left(open_sizes, size)
     worst = max(below, len(open_sizes) - below - 1) if size in open_sizes else len(open_sizes)
@@ -99,19 +94,19 @@ def _affords(left: int, open_sizes: Sequence[int], size: int) -> bool:
 
 
 def _nearest_affordable(left: int, open_sizes: Sequence[int], wish: int) -> int:
-    """The open candidate nearest to the wish after which the trials left still suffice (``_affords``)."""
+    """Return the open candidate nearest to the wish after which the trials left still suffice (``_affords``)."""
     last = (1 << max(left, 0)) - 1
     first = len(open_sizes) - 1 - last
-    if first > last:  # the caller has already used more trials than a search takes
+    if first > last:  # the caller has used more trials than a search takes
         return open_sizes[len(open_sizes) // 2]
     return open_sizes[min(max(bisect_left(open_sizes, wish), first, 0), last, len(open_sizes) - 1)]
 
 
 def _is_proven(seen: Evidence) -> bool:
-    """Whether the next candidate is known to be too large without its trial: what was measured leads over the limit.
+    """Return whether the measurements show that the next candidate is too large, without its trial.
 
-    On convex memory two points would do, as the line beyond them is never above the truth. That it is convex here is
-    said by a prediction that agrees, or else by a third point. A forecast of trials near it says both.
+    On convex memory two points are enough, since the line beyond them is never above the truth. A prediction that
+    agrees, or a third point, shows that memory is convex. A forecast of trials near it shows both.
     """
     question, peaks = seen.question, seen.peaks
     if not seen.lowest:
@@ -130,14 +125,14 @@ def _is_proven(seen: Evidence) -> bool:
 
 
 def _is_doubtful(seen: Evidence, foreseen: Expected) -> bool:
-    """Whether the next candidate may be too large, and a third trial has been spent: it is worth no more than that."""
+    """Return whether the next candidate may be too large after three trials: it is not worth a fourth."""
     return len(seen.trials) >= _ENOUGH and foreseen.at_most > seen.question.limit_bytes
 
 
 def _is_straight(seen: Evidence, line: Line, following: int) -> bool:
-    """Whether no measured size lies so far off the line that it might be wrong of the next candidate."""
+    """Return whether all measured sizes lie near the line, so that it can be right about the next candidate."""
     question, peaks = seen.question, seen.peaks
-    counted = [size for size in peaks if size > 1 or len(peaks) < 4]  # a single sample is another program
+    counted = [size for size in peaks if size > 1 or len(peaks) < 4]  # one sample is another program
     tolerance = question.limit_bytes // _STRAIGHT
     if question.expected:  # on a card: its allocator takes segments, and fragments by a tenth and more
         turned = line.height(following) - question.limit_bytes
@@ -147,29 +142,29 @@ def _is_straight(seen: Evidence, line: Line, following: int) -> bool:
 
 
 def _wishes(seen: Evidence) -> Iterator[tuple[int, int]]:
-    """The sizes worth trying, best first, each with how many more trials must be left for what it prepares.
+    """Yield the sizes worth trying, best first, each with the number of trials that must be left after it.
 
-    Where none can be afforded, the middle of the open sizes is next.
+    If the search affords none of them, the middle of the open sizes is next.
     """
     question = seen.question
     if (surest := seen.forecast.largest(seen.open, seen.held, question.limit_bytes)) is not None:
         yield surest, 0
     elif seen.lowest and seen.forecast.expect(seen.open[0], seen.held) is not None:
-        yield seen.open[0], 0  # within the limit, though not surely: else the search would have ended
+        yield seen.open[0], 0  # within the limit, but not surely: otherwise the search would be over
     if len(seen.peaks) > 1:
         yield from _wishes_on_line(seen, draw_line(seen.peaks, seen.trials))
     elif seen.peaks:
         yield from _wishes_from_one(seen)
     elif question.measures and question.expected > 1:
-        # A quarter of what is predicted, so that even a prediction that is twice too high does not run out.
+        # A quarter of the prediction, so that even one that is twice too high does not run out.
         quarter = max(min(question.expected, seen.open[-1]) // 4, question.smallest_probe, 2)
         yield seen.snap(quarter, above=0), 1
     elif question.measures and (few := [size for size in seen.open[:2] if size > 1]):
-        yield few[0], 0  # not 1, which is another program; the less memory, the less it costs to be wrong
+        yield few[0], 0  # not 1, which is another program; a small trial that fails costs little
 
 
 def _wishes_from_one(seen: Evidence) -> Iterator[tuple[int, int]]:
-    """A second size, so far above the first as is sure to fit on a line; below it, where nothing above is sure."""
+    """Yield a second size: as far above the first as surely fits on a line, or below it if nothing above is sure."""
     [(size, peak)] = seen.peaks.items()
     safe, last = seen.safe_reach(size, peak), seen.open[-1]
     if safe >= last and seen.limiting is None:
@@ -183,13 +178,13 @@ def _wishes_from_one(seen: Evidence) -> Iterator[tuple[int, int]]:
 
 
 def _wishes_on_line(seen: Evidence, line: Line) -> Iterator[tuple[int, int]]:
-    """Where the line meets the limit, by way of half of it if that is far; the next candidate if it meets it here."""
+    """Yield the size at which the line meets the limit, half of it first if that is far, or else the next candidate."""
     limit, expected, following = seen.question.limit_bytes, seen.question.expected, seen.open[0]
     reach = line.reach(limit)
     if reach < following:
         # A prediction may say that the next size fits where the line is over the limit by less than a card can spare.
         if expected < following or line.height(following) > limit + limit // _SPARE:
-            # Sizes below the largest show, with two others, whether memory is straight, and cannot run out.
+            # A size below the largest shows, with two others, whether memory is straight, and cannot run out.
             sizes = [size for size in seen.peaks if size > 1]
             if len(sizes) == 2:
                 yield sum(sizes) // 2, 0
@@ -200,9 +195,9 @@ def _wishes_on_line(seen: Evidence, line: Line) -> Iterator[tuple[int, int]]:
         yield seen.open[len(seen.open) * 3 // 4], 0  # the line was too hopeful, but seldom by much
     else:
         if expected > seen.lowest and line.rise <= 2 * _SEGMENT:
-            reach = min(reach, expected)  # a line that rises by no more than that is a segment's, not a step's
+            reach = min(reach, expected)  # such a small rise is a segment of the allocator
         aim, reached = seen.open[bisect_right(seen.open, reach) - 1], max(seen.fitting, default=0)
-        # Within the limit even if memory turns twice as steep, as it does where ResNet-18 bends.
+        # Within the limit even if memory becomes twice as steep, as that of ResNet-18 does.
         cautious = min(line.reach(limit, steepness=2), seen.safe_reach(line.size, line.peak))
         if aim > 4 * reached and aim > cautious:
             yield seen.snap(aim // 2, above=reached), 1
@@ -210,5 +205,5 @@ def _wishes_on_line(seen: Evidence, line: Line) -> Iterator[tuple[int, int]]:
 
 
 def _next_open(seen: Evidence) -> int:
-    """The smallest open candidate, but not one sample before the smallest probe has failed."""
+    """Return the smallest open candidate, but not one sample before the smallest probe has failed."""
     return max(seen.open[0], min(seen.question.smallest_probe, seen.open[-1]))

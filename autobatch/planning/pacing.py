@@ -1,72 +1,129 @@
-"""Decides the micro-batch size of each step from free memory and from how earlier steps went.
+"""Decides the micro-batch size of each step from the free memory and from how the last steps went.
 
-Does not cover how memory is read, nor how a step is retried (``training``).
+A retry costs at most one step, and a size that is too small costs something in every step. So the plan's size comes
+back as soon as it may.
 
-The policy follows from costs. A retry costs one piece, at most one step; a size that is too small costs something in
-every step. So the plan's size is back as soon as the reading of free memory allows it, and after an OOM that the
-reading does not explain, one clean step later. Only a size that fails again as soon as it is back waits longer: 1, 2,
-4, ... clean steps, up to ``LONGEST_WAIT``; each step that goes well halves the wait.
+1. Before a step. The goal is the plan's size, or a smaller one while the plan's size waits (rules 4 to 6). The step
+   takes the goal if the curve says that it fits, and otherwise the largest size that fits with the headroom to spare.
+2. Out of memory in a step. The step takes the largest size that fits by the curve. If the curve says that the failed
+   size fits, the step takes three quarters of it, and half after the next such failure. Without a curve it takes half.
+3. After such a step. The plan's size is back as soon as the reading of free memory allows it. If that reading did not
+   foresee the failure, the plan's size is back after one clean step.
+4. If the plan's size fails again when it is back, it waits: 1, 2, 4, ... clean steps, up to ``LONGEST_WAIT``. Each
+   clean step at the plan's size halves the wait. The step in which it fails takes a size halfway between the largest
+   that ran and the smallest that failed.
+5. The size that runs during a wait becomes smaller only if it fails in two steps in a row.
+6. If the allocator thrashes in two steps in a row, the next smaller size runs for ``CLEAN_STEPS``; then rule 4 holds.
+
+A step is clean if nothing failed or thrashed and its largest micro-batch was large enough to prove something.
+
+Invariants: a size is one of ``Pace.rungs``. Out of memory makes the size smaller, and a clean step never does. After a
+step that ran out of memory, none begins with a smaller size than that step ended with. A wait has at most
+``LONGEST_WAIT`` clean steps.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field, model_validator
+
+from autobatch._bounds import Count, Flag, Samples
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.retry_size import choose_retry_size
-from autobatch.planning.setback import CLEAN_STEPS, Setback
+from autobatch.records import Record
 
-__all__ = ["Pace", "Reason"]
+CLEAN_STEPS = 20
+LONGEST_WAIT = 64 * CLEAN_STEPS
 
 Reason = Literal["out of memory", "thrash", "less is free", "grown back"]
 
+_Wait = Annotated[Count, Field(le=LONGEST_WAIT)]
+
+
+class Ceiling(Record):
+    """The size that runs since the plan's size failed, and the wait until the plan's size is on trial again.
+
+    Attributes:
+        ran: Largest size that has run since.
+        failed: Smallest size that failed.
+        wait: Number of clean steps of each wait.
+        left: Number of them still to come. At 0 the plan's size is on trial.
+        is_doubted: Whether ``ran`` failed in the last step.
+    """
+
+    ran: Samples
+    failed: Samples
+    wait: _Wait
+    left: _Wait
+    is_doubted: Flag = False
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Ceiling:
+        if self.ran >= self.failed:
+            raise ValueError("ran must be less than failed")
+        return self
+
 
 @dataclass(frozen=True)
-class _Failure:
-    """What went wrong in the step that is under way."""
+class _Shortage:
+    """The shortages of the running step."""
 
-    goal: int  # the size that was wanted when the step began
-    failed: int  # the smallest size at which a micro-batch failed
-    is_explained: bool  # whether each OOM was explained by the curve and by what was free then
+    failed: int  # smallest size that failed
+    is_foreseen: bool  # whether the curve and the free memory explain each failure
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The size of the next step and what the last steps have shown.
+    """The size of the next step, and what the last steps have shown.
 
-    Every transition returns a new value: the old one still describes the state before a step that is undone. A step
-    is ``before_step``, any number of ``after_shortage``, ``after_step``.
+    Every transition returns a new value, so the old one still describes the state before a step that is undone. A step
+    is ``before_step``, any number of ``after_shortage``, and ``after_step``.
+
+    Attributes:
+        ladder: Sizes to choose from, ascending. The last is the plan's.
+        size: Most samples in a micro-batch now. Below the ladder it is halved.
+        curve: Memory curve of the plan.
+        smallest: Fewest samples that the model can run.
+        patience: Clean steps before the size may grow. 0 if a change costs nothing, more for compiled models.
+        reason: Why the size last changed.
+        ceiling: State since the plan's size failed.
+        clean_steps: Number of clean steps at this size.
+        thrashed_steps: Number of steps in a row that thrashed.
+        shortage: Shortages of the running step.
     """
 
-    ladder: tuple[int, ...]  # the sizes to choose from, ascending; the last is the plan's
-    size: int  # the most samples in a micro-batch now; below the ladder it is halved
+    ladder: tuple[int, ...]
+    size: int
     curve: MemoryCurve | None = None
-    smallest: int = 1  # the fewest samples that the model can run
-    patience: int = 0  # clean steps before the size may grow: 0 where a change costs nothing, more for compiled models
-    reason: Reason | None = None  # why the size last changed
-    setbacks: tuple[Setback, ...] = ()  # the largest first; the last decides the size for now
-    clean_steps: int = 0  # at this size, of batches that a larger size would have changed
-    thrashed_steps: int = 0  # in a row, up to now
-    failure: _Failure | None = None  # in the step that is under way
-    goal: int = field(init=False)  # the size that the last steps allow, whatever is free now; each step asks
+    smallest: int = 1
+    patience: int = 0
+    reason: Reason | None = None
+    ceiling: Ceiling | None = None
+    clean_steps: int = 0
+    thrashed_steps: int = 0
+    shortage: _Shortage | None = None
 
     def __post_init__(self) -> None:
-        """Check the ladder and the size; find the goal."""
+        """Check the ladder and the size."""
         if not self.ladder or self.ladder[0] < 1 or any(above <= below for below, above in pairwise(self.ladder)):
             raise InvalidArgument(f"a ladder must go up from at least one sample, not {self.ladder}")
         if not 1 <= self.size <= self.ladder[-1]:
             raise InvalidArgument(f"a size must be from 1 to the plan's {self.ladder[-1]}, not {self.size}")
-        object.__setattr__(self, "goal", self.setbacks[-1].goal if self.setbacks else self.ladder[-1])
+
+    @property
+    def goal(self) -> int:
+        """The size that the last steps allow, whatever is free now."""
+        return self.ceiling.ran if self.ceiling and self.ceiling.left else self.ladder[-1]
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Every size that can be chosen, ascending: the ladder and its foot halved again and again, from ``smallest``.
+        """Every size that can be chosen, ascending: the ladder, and its foot halved down to ``smallest``.
 
-        Twice ``smallest`` less one is one of them: the fewest samples into which any batch can be divided.
+        Twice ``smallest`` less one is among them: any batch can be divided into parts of at most that size.
         """
         foot, top = self.ladder[0], self.ladder[-1]
         halves = {foot >> times for times in range(foot.bit_length())}
@@ -74,16 +131,17 @@ class Pace:
         return tuple(sorted({size for size in sizes if self.smallest <= size <= top} | {top}))
 
     def before_step(self, most_bytes: int | None, limit_bytes: int | None) -> Pace:
-        """The size for a step that begins with so much memory; this very pace where the size stays.
+        """Choose the size for a step that begins with so much memory (rule 1).
 
-        The goal where it can fit, else the largest size that fits with the headroom to spare. Of sizes below the goal
-        one that can fit stays, so that the size does not follow each small change of what another process holds.
+        A smaller size than the goal stays while it fits, so that it does not follow each change of another process.
 
-        ``most_bytes`` is what a step can reach at most, with what is resident; ``limit_bytes`` is without the headroom.
+        Args:
+            most_bytes: Most bytes that the step can reach, resident ones included.
+            limit_bytes: The same less the headroom.
         """
         goal = size = self.goal
         if self.curve is not None and most_bytes is not None and self.curve.peak_reserved(goal) > most_bytes:
-            # What one sample needs is needed at any size, the optimizer's step included: less would not help.
+            # A smaller size cannot help with what one sample needs, the optimizer's step included.
             peak, floor = self.curve.peak_reserved, self.curve.peak_reserved(1)
             most = max(most_bytes, floor)
             limit = most if limit_bytes is None else max(min(most_bytes, limit_bytes), floor)
@@ -97,104 +155,106 @@ class Pace:
         return _move(self, size, "less is free" if size < self.size else "grown back")
 
     def after_shortage(self, failed: int, limit_bytes: int | None, least: int = 1) -> Pace:
-        """Memory ended at a micro-batch: go on with less.
+        """Choose the next size of a step after a micro-batch ran out of memory (rule 2).
 
-        Where a size failed that was only being tried, and the curve does not say why, what ran before is good enough.
-        Else as ``retry_size`` chooses; at the second OOM of a step that it cannot explain the curve is not asked again.
+        Args:
+            failed: Number of samples in that micro-batch.
+            limit_bytes: Bytes that the step may hold now, resident ones included.
+            least: Fewest samples into which the step can be divided.
 
-        ``failed`` are the samples in the micro-batch that did not fit, and ``least`` the fewest into which the rest of
-        the step can be divided; ``InvalidArgument`` where it cannot be made smaller.
+        Raises:
+            InvalidArgument: The micro-batch cannot be made smaller.
         """
         rungs = self.rungs
         least = max(least, rungs[0])
         if failed <= least:
             raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller: at least {least} samples can run")
-        explains = self.curve is not None and limit_bytes is not None and self.curve.largest(limit_bytes) < failed
-        is_blind = self.failure is not None and not (self.failure.is_explained or explains)
-        last = self.setbacks[-1] if self.setbacks else None
-        proven = last.ran if last and last.is_tried and last.ran < failed and not explains else None
-        size = max(choose_retry_size(failed, rungs, None if is_blind else self.curve, limit_bytes, proven), least)
-        began = self.failure or _Failure(self.goal, self.size, is_explained=True)
-        failed = min(rungs[bisect_left(rungs, failed)], began.failed)
-        failure = _Failure(began.goal, failed, began.is_explained and explains)
-        return replace(_move(self, size, "out of memory"), failure=failure, clean_steps=0, thrashed_steps=0)
+        fitting = None if self.curve is None or limit_bytes is None else self.curve.largest(limit_bytes)
+        is_foreseen = fitting is not None and fitting < failed
+        if fitting is not None and is_foreseen:
+            wanted = fitting
+        elif self.ceiling and not self.ceiling.left and self.ceiling.ran < failed:
+            between = [rung for rung in rungs if self.ceiling.ran < rung < self.ceiling.failed]
+            wanted = between[len(between) // 2] if between and not self.shortage else self.ceiling.ran
+        elif fitting is None or (self.shortage and not self.shortage.is_foreseen):
+            wanted = failed // 2
+        else:
+            wanted = failed * 3 // 4
+        size = rungs[max(bisect_right(rungs, min(wanted, failed - 1)) - 1, 0)]
+        shortage = _Shortage(rungs[bisect_left(rungs, failed)], is_foreseen)
+        if (before := self.shortage) is not None:
+            shortage = _Shortage(min(shortage.failed, before.failed), before.is_foreseen and is_foreseen)
+        pace = _move(self, max(size, least), "out of memory")
+        return replace(pace, shortage=shortage, clean_steps=0, thrashed_steps=0)
 
     def after_step(self, largest: int, *, thrashed: bool) -> Pace:
-        """A step whose largest micro-batch had so many samples is done; the next steps may have another size.
+        """Learn from a finished step (rules 3 to 6).
 
-        ``thrashed`` says whether the allocator had to give memory back and ask again. Not counted where memory also
-        ended in the step, because it does so before each OOM.
+        Args:
+            largest: Number of samples in its largest micro-batch.
+            thrashed: Whether the allocator had to give memory back and ask again. It does so before each shortage too.
         """
-        if self.size == self.ladder[-1] and not (thrashed or self.failure or self.setbacks or self.thrashed_steps):
+        if self.size == self.ladder[-1] and not (thrashed or self.shortage or self.ceiling or self.thrashed_steps):
             return self  # most steps
-        if self.failure is not None:
-            return _set_back_by_shortage(replace(self, failure=None), self.failure)
-        if not thrashed:
-            return _count(self, largest)
-        pace = replace(self, clean_steps=0, thrashed_steps=self.thrashed_steps + 1)
-        lower = [rung for rung in pace.rungs if rung < pace.size]
-        if pace.thrashed_steps < 2 or not lower:
-            return pace
-        failure = _Failure(pace.goal, pace.size, is_explained=False)
-        ran = self.setbacks[-1].ran if self.setbacks and self.setbacks[-1].is_tried else lower[-1]
-        return _set_back(_move(pace, min(ran, lower[-1]), "thrash"), failure, CLEAN_STEPS, CLEAN_STEPS)
+        if self.shortage is not None:
+            return _after_shortages(replace(self, shortage=None), self.shortage)
+        if thrashed:
+            return _after_thrash(replace(self, clean_steps=0, thrashed_steps=self.thrashed_steps + 1))
+        return _after_clean_step(replace(self, thrashed_steps=0), largest)
 
 
-def _set_back_by_shortage(pace: Pace, failure: _Failure) -> Pace:
-    """After a size that fails for the first time one clean step is waited, after one that fails again more.
+def _after_shortages(pace: Pace, shortage: _Shortage) -> Pace:
+    """Wait one clean step the first time (rule 3), and longer if the plan's size fails again (rule 4).
 
-    Tried again at once are: where the reading explained the OOM, what the next reading allows; a size that ran while a
-    larger one waits; a compiled model's, whose next size would be one change more; and any size above the smallest, at
-    which the next OOM ends the step in ``DoesNotFit`` whatever its cause.
+    A compiled model does not wait the first time: that would be one more change of its size. Nor does a step at the
+    smallest size, since the next shortage would be its end.
     """
-    at_once = failure.is_explained or pace.setbacks or pace.patience or pace.size == pace.rungs[0]
-    pace = _set_back(pace, failure, 0 if at_once else 1, 1 if len(pace.setbacks) > 1 else max(pace.patience, 1))
-    return pace if failure.is_explained else _move(pace, pace.goal, "grown back")
+    if pace.ceiling and pace.ceiling.left and not pace.ceiling.is_doubted:
+        ceiling = pace.ceiling.model_copy(update={"is_doubted": True})
+    else:
+        at_once = shortage.is_foreseen or pace.patience or pace.size == pace.rungs[0]
+        ceiling = _lower_ceiling(pace, pace.size, shortage.failed, 0 if at_once else 1, max(pace.patience, 1))
+    pace = replace(pace, ceiling=ceiling)
+    return pace if shortage.is_foreseen else _move(pace, pace.goal, "grown back")
 
 
-def _set_back(pace: Pace, failure: _Failure, first_wait: int, least_wait: int) -> Pace:
-    """Remember what failed in a step that went on with ``pace.size``; ``least_wait`` is for one that fails again."""
-    if pace.setbacks and pace.setbacks[-1].is_tried:
-        setback = pace.setbacks[-1].fail(pace.size, failure.failed, least_wait)
-        return replace(pace, setbacks=(*pace.setbacks[:-1], setback))
-    setback = Setback(failure.goal, pace.size, failure.failed, first_wait, first_wait)
-    return replace(pace, setbacks=(*pace.setbacks, setback))
-
-
-def _count(pace: Pace, largest: int) -> Pace:
-    """A clean step: it brings sizes that wait nearer, and proves one that is tried."""
-    if pace.thrashed_steps:
-        pace = replace(pace, thrashed_steps=0)
-    if not pace.setbacks:
-        # Nothing to come back to.
-        if pace.size == pace.ladder[-1] or largest <= pace.size // 2:
-            return pace
-        return replace(pace, clean_steps=pace.clean_steps + 1)
-    last = pace.setbacks[-1]
-    is_tried = last.is_tried and pace.size == last.goal
-    if largest <= (last.ran if is_tried else pace.size // 2):
+def _after_thrash(pace: Pace) -> Pace:
+    """Leave a size that thrashed in two steps in a row (rule 6)."""
+    lower = [rung for rung in pace.rungs if rung < pace.size]
+    if pace.thrashed_steps < 2 or not lower:
         return pace
-    pace = replace(pace, clean_steps=pace.clean_steps + 1)
-    setbacks = [setback.count_step() for setback in pace.setbacks]
-    if is_tried:
-        setbacks[-1:] = [proven] if (proven := setbacks[-1].succeed()) else []
-    elif last.left and pace.size == last.ran and pace.clean_steps % CLEAN_STEPS == 0:
-        setbacks[-1] = setbacks[-1].try_between(pace.rungs)
-    pace = replace(pace, setbacks=_merge(setbacks))
-    # Where a reading made the size smaller than that, the next reading decides.
-    return _move(pace, pace.goal, "grown back") if pace.size == last.goal else pace
+    ran = pace.ceiling.ran if pace.ceiling and not pace.ceiling.left else lower[-1]
+    ceiling = _lower_ceiling(pace, min(ran, lower[-1]), pace.size, CLEAN_STEPS, CLEAN_STEPS)
+    return _move(replace(pace, ceiling=ceiling), min(ran, lower[-1]), "thrash")
 
 
-def _merge(setbacks: list[Setback]) -> tuple[Setback, ...]:
-    """Neighbours that have both waited long enough come back as one, also where a smaller size still waits."""
-    merged: list[Setback] = []
-    for inner in setbacks:
-        if merged and not merged[-1].left and not inner.left:
-            outer = merged[-1]
-            merged[-1] = replace(outer, ran=inner.ran, failed=inner.failed, wait=max(outer.wait, inner.wait))
-        else:
-            merged.append(inner)
-    return tuple(merged)
+def _lower_ceiling(pace: Pace, ran: int, failed: int, first_wait: int, next_wait: int) -> Ceiling:
+    """Let ``ran`` run in place of ``failed``. The wait doubles if the plan's size was on trial."""
+    old = pace.ceiling
+    if old is None:
+        return Ceiling(ran=ran, failed=failed, wait=first_wait, left=first_wait)
+    if old.left:
+        return Ceiling(ran=ran, failed=failed, wait=max(old.wait, first_wait), left=max(old.left, first_wait))
+    ran = max(ran, old.ran)
+    failed = min((size for size in (failed, old.failed) if size > ran), default=pace.ladder[-1])
+    wait = min(max(2 * old.wait, next_wait), LONGEST_WAIT)
+    return Ceiling(ran=ran, failed=failed, wait=wait, left=wait)
+
+
+def _after_clean_step(pace: Pace, largest: int) -> Pace:
+    """Count a clean step, which brings the plan's size nearer or proves it (rule 4)."""
+    ceiling, goal = pace.ceiling, pace.goal
+    is_on_trial = ceiling is not None and not ceiling.left and pace.size == goal
+    proven = ceiling.ran if ceiling is not None and is_on_trial else pace.size // 2
+    if largest <= proven or (ceiling is None and pace.size == goal):
+        return pace
+    if ceiling is not None and is_on_trial:
+        ceiling = ceiling.model_copy(update={"wait": ceiling.wait // 2}) if ceiling.wait > 1 else None
+    elif ceiling is not None:
+        ceiling = ceiling.model_copy(update={"left": max(ceiling.left - 1, 0), "is_doubted": False})
+    pace = replace(pace, ceiling=ceiling, clean_steps=pace.clean_steps + 1)
+    # If a reading made the size smaller than the goal, the next reading decides.
+    return _move(pace, pace.goal, "grown back") if pace.size == goal else pace
 
 
 def _move(pace: Pace, size: int, reason: Reason) -> Pace:

@@ -1,4 +1,4 @@
-"""Defines a plan as plain data: what was decided, from which measurements, under which budget."""
+"""Defines a plan as plain data: the decision, its measurements and its budget."""
 
 from __future__ import annotations
 
@@ -24,63 +24,59 @@ from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.rank_plan import RankPlan
 from autobatch.records import DeviceInfo, ModelIdentity, Padding, Record, Saving, SizeAtLength, Trial, Verdict
 
-__all__ = ["PlanRecord"]
-
 
 class PlanRecord(Record):
     """How one optimizer step's samples are divided on one rank, and the measurements behind that.
 
-    Counts that cannot be, and fields that contradict each other, are refused when it is made or read.
+    Impossible counts and contradictory fields raise an error when a plan is made or read.
 
     Attributes:
-        target_batch: Samples an optimizer step sees over all ranks.
-        world_size: Ranks that share it.
-        rank: Which of them this plan is for, counted from 0.
-        shares: Samples of an optimizer step on each rank; empty where one rank has all, or where a plan for several
-            does not say.
-        ranks: What each rank runs, by rank, the same in the plans of all; empty where one rank has all, or where a plan
-            for several does not say.
-        micro_batch_size: The most samples in one forward and backward.
-        micro_batch_sizes: What this rank runs, in order; sums to its share of the target.
-        smallest_micro_batch: The fewest samples that the model can run: 2 where one alone raises an error (BatchNorm).
-        accumulation_steps: How many micro-batches that is.
-        budget_bytes: What the process may hold on the device; 0 where that is not known.
-        budget_passed: Whether the user passed that budget; a CPU's is then enforced in every step.
-        headroom_bytes: The part of the budget that is left free on purpose.
-        peak_bytes: What meets the limit at ``micro_batch_size``: measured, or by the curve if ``predicted``.
-        curve: Memory against micro-batch size; ``None`` where the device cannot measure.
+        target_batch: Samples of an optimizer step over all ranks.
+        world_size: Number of ranks.
+        rank: Rank of this plan, from 0.
+        shares: Samples of an optimizer step on each rank; empty with one rank, or if unknown.
+        ranks: Records of all ranks, the same in the plan of each; empty with one rank, or if unknown.
+        micro_batch_size: Most samples in one forward and backward.
+        micro_batch_sizes: Micro-batches of this rank, in order; they sum to its share of the target.
+        smallest_micro_batch: Fewest samples that the model can run: 2 if one alone raises an error (BatchNorm).
+        accumulation_steps: Number of micro-batches.
+        budget_bytes: Bytes that the process may hold on the device; 0 if unknown.
+        budget_passed: Whether the user passed that budget. A CPU's is then enforced in every step.
+        headroom_bytes: Part of the budget that is left free on purpose.
+        peak_bytes: Peak at ``micro_batch_size``, to compare with the limit: measured, or by the curve if ``predicted``.
+        curve: Memory against micro-batch size; ``None`` if the device cannot measure.
         trials: Every attempt, in order.
-        device: What it was measured on.
-        warnings: What the user should know before trusting the split, a sentence each.
+        device: Device of the trials.
+        warnings: Warnings about the split, a sentence each.
         predicted: Whether the size was never run.
-        state_bytes: What the optimizer's state took in the trials.
-        trained: Numbers in the parameters that the optimizer moved in the trials; 0 where that is not known.
-        weighed: Whether ``fit`` was given ``weigh``; a runner then needs it too.
+        state_bytes: Bytes of the optimizer's state in the trials.
+        trained: Numbers in the parameters that the optimizer moved in the trials; 0 if unknown.
+        weighed: Whether ``fit`` had ``weigh``. A runner then needs it too.
         accumulate_in_float32: Whether gradients in bfloat16 and float16 are added up in float32, in the trials too.
-        verdict: Whether splitting was found to be exact, and the seconds that took; ``None`` where nothing is split, or
+        verdict: Whether splitting is exact, and the seconds of that check; ``None`` if nothing is split, or
             ``check=None``.
         batch_lists: How the lists of the example batch were read, by path: one entry a sample, or fields.
         batch_dims: Number of dimensions of each tensor of the example batch, by path.
-        fingerprint: Identifies what was measured: model, step, batch, optimizer, software, device.
-        seconds: How long ``fit`` took.
-        version: The autobatch that made it.
-        id: Names this plan among all that were made; empty where it was given none.
-        made_at: Seconds since 1970, UTC; 0 where it was not noted.
-        model: The class of the model.
-        objective: What ``fit`` was asked for: the fewest steps, or the least memory.
-        max_micro_batch: The most samples that a micro-batch may ever have: the user's own bound, or the target;
-            ``None`` where that is not known.
-        failing_size: The smallest size that did not fit when sizes were searched for; 0 where each one tried did.
-        searched_bytes: The limit within which they were searched for; of a confirmed plan that of its own search.
-        confirms: The id of the remembered plan that one trial has confirmed; empty where sizes were searched for.
-        lengths: Where ``fit`` was given ``lengths``, how many samples of up to each of a few lengths run together, the
-            shortest first; then sizes elsewhere (``micro_batch_size``, ``micro_batch_sizes``...) are those of the worst
-            step, in which all samples are as long as the longest that was tried. Empty without.
-        padding: Where the padding of batches is, by which they are trimmed.
-        dataset_samples: Samples in the dataset that ``fit`` was given, or in its loader's; 0 for a batch or a stream.
-        savings: What the step does already to save memory, as far as its first run showed.
-        identity: What the model and the optimizer are recognised by, so that a runner can warn of others; ``None`` in a
-            plan that was written by hand without it.
+        fingerprint: Identity of the measurements: model, step, batch, optimizer, software, device.
+        seconds: Duration of ``fit``.
+        version: Version of autobatch that made it.
+        id: Name of this plan among all plans, or empty.
+        made_at: Seconds since 1970, UTC; 0 if unknown.
+        model: Class of the model.
+        objective: Objective of ``fit``: the fewest steps, or the least memory.
+        max_micro_batch: Most samples that a micro-batch may ever have: the user's bound, or the target; ``None`` if
+            unknown.
+        failing_size: Smallest size that did not fit in the search; 0 if all tried sizes did.
+        searched_bytes: Limit of the search. A confirmed plan keeps the one of its own search.
+        confirms: Id of the remembered plan that one trial has confirmed; empty after a search.
+        lengths: Numbers of samples that run together up to each of a few lengths, the shortest first, if ``fit`` had
+            ``lengths``. Sizes elsewhere (``micro_batch_size``, ``micro_batch_sizes``...) are then those of the worst
+            step, with the longest samples only.
+        padding: Padding of batches, by which they are trimmed.
+        dataset_samples: Samples in the dataset of ``fit``, or in its loader's; 0 for a batch or a stream.
+        savings: Ways in which the step saves memory already, as far as its first run showed.
+        identity: Traits of the model and the optimizer, so that a runner can warn of others; ``None`` in a plan that
+            was written by hand.
     """
 
     target_batch: Target
@@ -128,28 +124,28 @@ class PlanRecord(Record):
     savings: Annotated[tuple[Saving, ...], LISTED] = ()
 
     def __hash__(self) -> int:
-        """Of a few fields; ``batch_lists`` is a dict, which has none."""
+        """Hash a few fields; ``batch_lists`` is a dict, which has no hash."""
         return hash((self.id, self.made_at, self.target_batch, self.micro_batch_sizes, self.budget_bytes))
 
     @property
     def limit_bytes(self) -> int:
-        """The budget less the headroom: what a trial had to stay within."""
+        """The budget less the headroom: the limit of a trial."""
         return self.budget_bytes - self.headroom_bytes
 
     @property
     def whole_id(self) -> str:
-        """The id of the first rank's plan, under which the runs of all ranks are stored; of one rank its own."""
+        """Id of the first rank's plan, under which the runs of all ranks are stored."""
         return self.ranks[0].plan_id if self.ranks else self.id
 
     @property
     def longest_trials(self) -> tuple[Trial, ...]:
-        """The attempts at ``micro_batch_size`` and its neighbours: where samples have lengths, those of the longest."""
+        """The attempts at ``micro_batch_size`` and its neighbours; with lengths, those of the longest samples."""
         longest = self.lengths[-1].length if self.lengths else None
         return tuple(trial for trial in self.trials if trial.length in (None, longest))
 
     @property
     def out_of_memory_trials(self) -> int:
-        """How many attempts ended out of memory."""
+        """Number of attempts that ran out of memory."""
         return sum(trial.outcome == "oom" for trial in self.trials)
 
     @model_validator(mode="after")
@@ -167,7 +163,7 @@ class PlanRecord(Record):
         return self
 
     def _possible_shares(self) -> set[int]:
-        """What this rank's samples may be; where shares are not listed, those of any rank of an even division."""
+        """Return the possible shares of this rank; without ``shares``, those of any rank of an even division."""
         if self.shares:
             return {self.shares[self.rank]}
         share = self.target_batch // self.world_size

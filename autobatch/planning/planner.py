@@ -1,6 +1,6 @@
 """Divides a target batch into micro-batches of nearly one size, and lists the sizes that are worth running.
 
-What is less than one sample raises ``InvalidArgument``.
+A number of samples below 1 raises ``InvalidArgument``.
 """
 
 from __future__ import annotations
@@ -11,32 +11,20 @@ from typing import Literal
 
 from autobatch.errors import InvalidArgument
 
-__all__ = [
-    "COMPILED_SIZES",
-    "Objective",
-    "balance",
-    "compiled_ladder",
-    "divide_evenly",
-    "eager_ladder",
-    "least_size",
-    "spread",
-    "useful_sizes",
-]
-
 Objective = Literal["throughput", "memory"]
 
 COMPILED_SIZES = 3
-"""Rungs for a compiled step. A batch in balanced parts has at most two sizes, so three rungs are six graphs of the
-eight that ``torch._dynamo.config.recompile_limit`` allows: two are left for evaluation or the epoch's short last batch.
+"""Number of sizes of a compiled step. A batch in balanced parts has at most two sizes, so these are six graphs.
+``torch._dynamo.config.recompile_limit`` allows eight: two are left for evaluation or the epoch's short last batch.
 """
 
 
 @lru_cache(maxsize=256)
 def balance(total: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
-    """The fewest parts of at most ``largest`` samples that sum to ``total``, as equal as can be, larger first.
+    """Return the fewest parts of at most ``largest`` samples that sum to ``total``, as equal as possible, larger first.
 
     ``balance(256, 100)`` is ``(86, 85, 85)``: as many steps as ``(100, 100, 56)`` and less memory. No other division
-    has a larger smallest part, so where that is less than ``smallest``, the total cannot be divided.
+    has a larger smallest part. So if that is less than ``smallest``, the total cannot be divided.
     """
     _check_samples(max(total, 1), largest)
     if total < 1:
@@ -52,16 +40,16 @@ def balance(total: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
 
 
 def spread(total: int, parts: int) -> tuple[int, ...]:
-    """So many parts that sum to ``total``, as equal as can be, larger first: ``spread(5, 4)`` is ``(2, 1, 1, 1)``."""
+    """Return parts that sum to ``total``, as equal as possible, larger first: ``spread(5, 4)`` is ``(2, 1, 1, 1)``."""
     size, larger = divmod(total, parts)
     return (size + 1,) * larger + (size,) * (parts - larger)
 
 
 @lru_cache(maxsize=256)
 def least_size(total: int, smallest: int) -> int:
-    """The least size that allows a division into parts of at least ``smallest`` samples each.
+    """Return the least size that allows a division into parts of at least ``smallest`` samples each.
 
-    ``least_size(9, 2)`` is 3, as 9 samples in parts of at most 2 leave one alone. Any larger size allows a division
+    ``least_size(9, 2)`` is 3, since 9 samples in parts of at most 2 leave one alone. Any larger size allows a division
     too. A ``total`` below ``smallest`` stays whole.
     """
     _check_samples(total)
@@ -71,32 +59,32 @@ def least_size(total: int, smallest: int) -> int:
 
 
 def useful_sizes(total: int, bound: int) -> tuple[int, ...]:
-    """The sizes that a balanced plan can have, ascending: ``ceil(total / steps)`` for any steps, up to ``bound``.
+    """Return the sizes of balanced plans, ascending: ``ceil(total / steps)`` for any steps, up to ``bound``.
 
     Any other size needs as many steps as the next smaller useful one, and more memory. There are at most
-    ``2 * sqrt(total)`` of them; 1 is always one, and 2 where ``total`` and ``bound`` allow it.
+    ``2 * sqrt(total)`` of them. 1 is always among them, and 2 if ``total`` and ``bound`` allow it.
     """
     _check_samples(total, bound)
     sizes = []
     steps = 1
     while steps < total:
         quotient = (total - 1) // steps
-        sizes.append(quotient + 1)  # ceil(total / steps), which stays the same up to the next value of `steps`
+        sizes.append(quotient + 1)  # ceil(total / steps), the same up to the next value of `steps`
         steps = (total - 1) // quotient + 1
     sizes.append(1)
     return tuple(size for size in reversed(sizes) if size <= bound)
 
 
 def eager_ladder(target: int, size: int) -> tuple[int, ...]:
-    """The sizes worth going on with where a new size costs nothing: ``useful_sizes`` up to the plan's, ascending."""
+    """Return the sizes to choose from if a new size costs nothing: ``useful_sizes`` up to the plan's, ascending."""
     sizes = useful_sizes(target, size)
     return sizes if sizes[-1] == size else (*sizes, size)
 
 
 def compiled_ladder(size: int) -> tuple[int, ...]:
-    """A few sizes where each new one is compiled anew: ``size``, its half and its quarter, ascending.
+    """Return a few sizes if each new one is compiled: ``size``, its half and its quarter, ascending.
 
-    One sample is left out: ``torch.compile`` specialises on it even where sizes are dynamic.
+    One sample is left out: ``torch.compile`` specializes on it even if sizes are dynamic.
     """
     if size < 1:
         raise InvalidArgument(f"a micro-batch must have at least one sample, not {size}")
@@ -105,7 +93,7 @@ def compiled_ladder(size: int) -> tuple[int, ...]:
 
 
 def divide_evenly(total: int, largest: int) -> tuple[int, int]:
-    """``(size, steps)`` with ``size * steps == total`` exactly and ``size`` as large as ``largest`` allows."""
+    """Return ``(size, steps)`` with ``size * steps == total`` and ``size`` as large as ``largest`` allows."""
     small = (divisor for divisor in range(1, math.isqrt(total) + 1) if total % divisor == 0)
     size = max(part for divisor in small for part in (divisor, total // divisor) if part <= largest)
     return size, total // size

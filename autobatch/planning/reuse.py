@@ -1,7 +1,4 @@
-"""Decides which remembered plan may stand in for a search, and whether a trial of its size confirms it.
-
-Does not cover where plans are stored (``ledger``) nor how a model is recognised (``step.model_info``).
-"""
+"""Decides which remembered plan may replace a search, and whether a trial of its size confirms it."""
 
 from __future__ import annotations
 
@@ -14,25 +11,31 @@ from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import Objective, useful_sizes
 from autobatch.records import Record, Trial
 
-__all__ = ["Remembered", "Wanted", "choose_remembered", "why_not_confirmed"]
-
-_CHANGED = 0.05  # a peak that differs by more is of another step: the allocator's segments alone move it by less
-_SEGMENTS = 2 * 20 * 2**20  # bytes by which two runs of one step may differ on a small budget, on CUDA
+_CHANGED = 0.05  # a peak that differs by more belongs to another step; the allocator's segments move it by less
+_SEGMENTS = 2 * 20 * 2**20  # bytes by which two runs of one step may differ on CUDA
 _QUESTION = ("max_micro_batch", "objective", "accumulate_in_float32")  # in which a plan must agree
 
 
 class Wanted(Record):
-    """What is asked for now, as far as a plan depends on it beside its fingerprint."""
+    """The request of today, as far as a plan depends on it beside its fingerprint.
 
-    target_batch: int  # of this rank: its share, where there are several
-    max_micro_batch: int  # the user's own bound, or the target
+    Attributes:
+        target_batch: Samples of this rank: its share, if there are several ranks.
+        max_micro_batch: The user's bound, or the target.
+        objective: As in ``fit``.
+        accumulate_in_float32: As in ``fit``.
+        limit_bytes: Bytes that a step may hold today; 0 if unknown.
+    """
+
+    target_batch: int
+    max_micro_batch: int
     objective: Objective
     accumulate_in_float32: bool
-    limit_bytes: int  # what a step may hold today; 0 where that is not known
+    limit_bytes: int
 
 
 class Remembered(NamedTuple):
-    """A plan to confirm; or ``None``, and why the newest one that answers the question does not serve."""
+    """A plan to confirm; or ``None``, and the reason why the newest plan for this request is not used."""
 
     plan: PlanRecord | None
     reason: str = ""
@@ -40,9 +43,9 @@ class Remembered(NamedTuple):
 
 
 def choose_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> Remembered:
-    """The plan that answers the same question best within today's limit; of equal ones the newest.
+    """Return the plan that answers the same request best within today's limit, and the newest of equal ones.
 
-    ``plans`` are of one fingerprint, the newest first. A start under a lower limit leaves a plan with smaller
+    ``plans`` have one fingerprint, the newest first. A start under a lower limit leaves a plan with smaller
     micro-batches, which must not hide the better one.
     """
     measured = [plan for plan in plans if not plan.predicted]
@@ -59,10 +62,10 @@ def choose_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> Remembered
 
 
 def why_not_confirmed(plan: PlanRecord, trial: Trial, limit_bytes: int) -> str:
-    """Why the trial of a remembered plan's size does not confirm it; empty where it does.
+    """Return the reason why the trial of a remembered plan's size does not confirm it; empty if it does.
 
-    The trial is compared with the curve of the search, which is handed on from plan to plan: compared with the last
-    confirmation, many small changes would pass one by one. ``limit_bytes`` is what a step may hold today.
+    The trial is compared with the curve of the search, which each confirmed plan keeps. Compared with the last
+    confirmation, many small changes would pass one by one. ``limit_bytes`` is today's limit of a step.
     """
     size, curve, peak = trial.micro_batch_size, plan.curve, trial.peak_reserved
     if trial.outcome == "oom":
@@ -85,11 +88,11 @@ def why_not_confirmed(plan: PlanRecord, trial: Trial, limit_bytes: int) -> str:
 
 def _tolerance(plan: PlanRecord, known: int) -> float:
     share = _CHANGED * known
-    return max(share, _SEGMENTS) if plan.device.kind == "cuda" else share  # elsewhere bytes are counted one by one
+    return max(share, _SEGMENTS) if plan.device.kind == "cuda" else share  # other devices count each byte
 
 
 def _describe_question(plan: PlanRecord, wanted: Wanted) -> str:
-    """What else the plan was made for; empty where it answers the same question."""
+    """Return the differences to the plan's request; empty if it is the same."""
     samples = "target_batch" if plan.world_size == 1 else "samples of this rank"
     pairs = [
         (samples, sum(plan.micro_batch_sizes), wanted.target_batch),
@@ -99,9 +102,9 @@ def _describe_question(plan: PlanRecord, wanted: Wanted) -> str:
 
 
 def _why_not(plan: PlanRecord, wanted: Wanted) -> str:
-    """Why a plan cannot serve today: it needs more than there is, or there is enough to save a step.
+    """Return the reason why a plan is not used today: it needs more than there is, or a larger size may fit.
 
-    Beyond the sizes that ran the curve is a lower bound. Where a size up to the next one has failed, a few bytes more
+    The curve is a lower bound beyond the sizes that ran. If a size up to the next one failed then, a few more bytes
     would only make it fail again.
     """
     limit, then = wanted.limit_bytes, plan.searched_bytes

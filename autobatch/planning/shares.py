@@ -1,8 +1,7 @@
 """Computes how many samples of a batch each rank runs: evenly, in proportion to speed, or as the user says.
 
-Covers the target batch and the smaller last batch of an epoch. Shares that do not make the target raise
-``InvalidArgument``. Does not cover how a rank's speed is measured, nor which samples a rank gets
-(``distributed.share_sampler``).
+The batch is the target, or a smaller last one of an epoch. Shares that do not sum to the target raise
+``InvalidArgument``.
 """
 
 from __future__ import annotations
@@ -19,25 +18,23 @@ from autobatch._formatting import plural, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.planning.planner import spread
 
-__all__ = ["Share", "share_batch", "share_target"]
-
 Share: TypeAlias = Literal["equal", "speed"] | Sequence[int]
-"""How ranks share a target batch: to one sample evenly, in proportion to their speed, or so many samples each."""
+"""How ranks share a target batch: evenly to one sample, in proportion to their speed, or by these numbers."""
 
 _RANKS_SHOWN = 16
 
 
 def share_target(target: int, share: Share, rates: Sequence[float]) -> tuple[int, ...]:
-    """The samples of each rank, at least one, which sum to ``target``.
+    """Return the samples of each rank, at least one, which sum to ``target``.
 
     Args:
         target: Samples of an optimizer step over all ranks.
-        share: ``"equal"``: the first ranks have one more where that does not come out even. ``"speed"``: in proportion
-            to ``rates``. Or the numbers themselves, by rank.
-        rates: Samples a second of each rank; only ``"speed"`` needs more of them than their number.
+        share: ``"equal"``: the first ranks have one more if the target does not divide evenly. ``"speed"``: in
+            proportion to ``rates``. Or the numbers, by rank.
+        rates: Samples a second of each rank. Only ``"speed"`` reads more than their number.
 
     Raises:
-        InvalidArgument: There are fewer samples than ranks, ``share`` does not make the target, or a rate is not known.
+        InvalidArgument: There are fewer samples than ranks, ``share`` does not make the target, or a rate is unknown.
     """
     ranks = len(rates)
     if target < ranks:
@@ -53,19 +50,19 @@ def share_target(target: int, share: Share, rates: Sequence[float]) -> tuple[int
 
 
 def share_batch(samples: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """The samples of each rank in a batch of another size than the target, such as the last one of an epoch.
+    """Return the samples of each rank in a batch of another size than the target, such as the last one of an epoch.
 
-    In proportion to the shares of the target, and summing to ``samples``. No rank is left without a sample where there
-    are enough of them.
+    They are in proportion to the shares of the target and sum to ``samples``. Each rank has at least one if there are
+    enough.
     """
     return _apportion(samples, list(map(Fraction, shares)), least=min(1, samples // len(shares)))
 
 
 def _apportion(total: int, weights: Sequence[Fraction], least: int) -> tuple[int, ...]:
-    """Whole numbers in proportion to the weights, summing to ``total``: the largest remainders are rounded up."""
+    """Return whole numbers in proportion to the weights that sum to ``total``: it rounds the largest remainders up."""
     quotas = _quotas(total, weights, least)
     parts = [math.floor(quota) for quota in quotas]
-    # sorted() is stable: of equal remainders, the first ranks' are rounded up.
+    # sorted() is stable, so the first ranks of equal remainders are rounded up.
     by_remainder = sorted(range(len(parts)), key=lambda rank: parts[rank] - quotas[rank])
     for rank in by_remainder[: total - sum(parts)]:
         parts[rank] += 1
@@ -73,14 +70,14 @@ def _apportion(total: int, weights: Sequence[Fraction], least: int) -> tuple[int
 
 
 def _quotas(total: int, weights: Sequence[Fraction], least: int) -> list[Fraction]:
-    """Exact shares before they are rounded: in proportion to the weights, but none below ``least``."""
+    """Return exact shares before rounding: in proportion to the weights, but none below ``least``."""
     proportional = list(weights)
     while True:
         scale = (total - least * (len(weights) - len(proportional))) / sum(proportional, Fraction())
         enough = [weight for weight in proportional if scale * weight >= least]
         if len(enough) == len(proportional):
             return [max(Fraction(least), scale * weight) for weight in weights]
-        proportional = enough  # the others get the least, which is more than their part: less is left for these
+        proportional = enough  # the others get the least, which is more than their part, so less is left for these
 
 
 def _read_rate(rank: int, rate: Any) -> Fraction:
@@ -94,7 +91,7 @@ def _read_rate(rank: int, rate: Any) -> Fraction:
 
 
 def _check_shares(target: int, share: Any, ranks: int) -> tuple[int, ...]:
-    """The user's own numbers, or ``InvalidArgument``."""
+    """Return the user's numbers, or raise ``InvalidArgument``."""
     if not isinstance(share, Sequence) or isinstance(share, str | bytes | bytearray | memoryview):
         raise InvalidArgument(
             f"share={show_value(share)} must be 'equal', 'speed' or a number of samples for each rank, such as "

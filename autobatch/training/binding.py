@@ -22,9 +22,8 @@ from autobatch.distributed.value_digest import digest_values
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
-from autobatch.planning.pacing import Pace
+from autobatch.planning.pacing import CLEAN_STEPS, Pace
 from autobatch.planning.planner import compiled_ladder, eager_ladder
-from autobatch.planning.setback import CLEAN_STEPS
 from autobatch.step.model_info import is_compiled, name_optimizer
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation

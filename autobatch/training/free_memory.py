@@ -1,7 +1,4 @@
-"""Reads how much memory a step can use now, when other tensors and processes may have taken some since the trials.
-
-Does not cover the size that is chosen for it (``planning.pacing``).
-"""
+"""Reads how much memory a step can use now: other tensors and processes may have taken some since the trials."""
 
 from __future__ import annotations
 
@@ -17,8 +14,6 @@ from autobatch.records import Trial
 from autobatch.step.workload import Workload
 from autobatch.torch_internals.storages import bytes_of
 
-__all__ = ["FreeMemory"]
-
 _LOG = logging.getLogger("autobatch")
 
 
@@ -27,58 +22,39 @@ class FreeMemory:
     """The memory that steps of one plan can use on one device, in bytes.
 
     Attributes:
-        is_counted: Whether the running step is counted. An uncounted one is known to fit together with its update.
+        is_counted: Whether the device counts the running step.
     """
 
     plan: Plan
     workload: Workload
     device: Device
     is_counted: bool = True
-    _state_is_made: bool = False
-    _update_bytes: int = field(init=False, repr=False)
+    _state_is_made: bool = field(default=False, init=False, repr=False)
     _has_warned: bool = field(default=False, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        """Read the plan's trials once."""
-        self._update_bytes = max((trial.optimizer_peak for trial in self.plan.trials), default=0)
-
     def read(self) -> tuple[int | None, int | None]:
-        """Read what a step can reach at most, and what it should stay within: that less the headroom.
+        """Return what a step can reach at most, and that less the headroom.
 
-        Both count as the trials did. Both are ``None`` where nothing was measured.
+        Both count as the trials did. Both are ``None`` if nothing was measured.
         """
         if not self.device.measures or not self.plan.trials:
             return None, None
-        most = self._budget() - self._new_bytes(1)
+        expected = max(trial.resident_bytes + trial.held_bytes for trial in self._trials()) - self._missing_state()
+        new_bytes = max(self._used() - expected - self._gradient_bytes(), 0)
+        most = self._budget() - new_bytes
         return max(most, 0), max(most - self.plan.headroom_bytes, 0)
 
     def check_update(self) -> None:
         """Refuse an update that does not fit, while the step can still be undone.
 
-        Raises:
-            DoesNotFit: What the optimizer's step took in the trials is not free, even with all caches given back.
-        """
-        need, planned = self._update_bytes, self.plan.trained
-        if not need or not self.device.measures:
-            return
-        if planned and (trained := self.workload.count_trained()) > planned:
-            self._check_grown(trained, planned)
-        if not self.is_counted:
-            return
-        new, budget = self._new_bytes(2), self._budget()
-        if need + new > budget:
-            self.device.reclaim()
-            new, budget = self._new_bytes(2), self._budget()
-        if need + new > budget:
-            raise DoesNotFit(
-                f"the update does not fit: the optimizer's step took {format_bytes(need)} in the trials, other tensors "
-                f"hold {format_bytes(new)}, and the budget is {format_bytes(budget)} now; everything is as before the "
-                f"step: free memory or give fit() a larger budget="
-            )
+        The trials measured it. If the optimizer trains more parameters now, it needs more in proportion.
 
-    def _check_grown(self, trained: int, planned: int) -> None:
-        """Refuse an update of more parameters than in the trials: what theirs took, in proportion, is not free."""
-        if not self._has_warned:
+        Raises:
+            DoesNotFit: The memory is not free, even after all caches were given back.
+        """
+        trained, planned = self.workload.count_trained(), self.plan.trained
+        has_grown = 0 < planned < trained
+        if has_grown and not self._has_warned:
             self._has_warned = True
             _LOG.warning(
                 "the optimizer trains %d numbers now, %d when the plan was made: whether an update fits is estimated "
@@ -86,40 +62,48 @@ class FreeMemory:
                 trained,
                 planned,
             )
-        growth = trained / planned
-        gradients = sum(bytes_of(p.grad) for p in self.workload.parameters() if p.grad is not None)
-        held = max(trial.optimizer_peak - trial.resident_bytes - trial.held_bytes for trial in self._trials())
-        temporaries = max(held - gradients / growth, 0) * growth
-        missing = max(self.plan.state_bytes * growth - self.workload.state_bytes(), 0)
-        need = int(temporaries + missing)
-        if self.device.usage().allocated + need > self._budget():
+        if not self.is_counted or not self.device.measures or not any(one.optimizer_peak for one in self.plan.trials):
+            return
+        need = self._bytes_of_update(trained / planned if has_grown else 1.0)
+        if self._used() + need > self._budget():
             self.device.reclaim()
-        if (used := self.device.usage().allocated) + need > self._budget():
+        used, budget = self._used(), self._budget()
+        if used + need > budget:
+            grown = f"the optimizer trains {trained} numbers now, {planned} when the plan was made, and "
             raise DoesNotFit(
-                f"the update does not fit: the optimizer trains {trained} numbers now, {planned} when the plan was "
-                f"made, so that its step needs about {format_bytes(need)} beside {format_bytes(used)}, and the budget "
-                f"is {format_bytes(self._budget())} now; everything is as before the step: train fewer parameters, or "
-                f"run fit() again with a larger budget="
+                f"the update does not fit: {grown if has_grown else ''}the optimizer's step needs about "
+                f"{format_bytes(max(need, 0))} beside {format_bytes(used)}, and the budget is {format_bytes(budget)} "
+                f"now; the step was undone: free memory, or run fit() again with a larger budget="
             )
+
+    def _bytes_of_update(self, growth: float) -> int:
+        """Return what the update needs beside what is held now.
+
+        Now the model may hold activations of this step and of the one before, and the update lets go of the latter.
+        """
+        trials = self._trials()
+        before = max(trial.resident_bytes + 2 * trial.held_bytes for trial in trials)
+        took = max(trial.optimizer_peak for trial in trials) - before
+        return int(took * growth) - self._gradient_bytes() + self._missing_state(growth)
+
+    def _missing_state(self, growth: float = 1.0) -> int:
+        """Return the bytes of the optimizer's state that the next update makes."""
+        if self._state_is_made and growth == 1:
+            return 0  # to read the state takes the most time of all this
+        missing = max(int(self.plan.state_bytes * growth) - self.workload.state_bytes(), 0)
+        self._state_is_made = self._state_is_made or missing == 0
+        return missing
+
+    def _used(self) -> int:
+        return self.device.usage().allocated
 
     def _budget(self) -> int:
         return self.device.limit_bytes(self.plan.budget_bytes)
 
-    def _new_bytes(self, steps: int) -> int:
-        """Bytes in tensors that did not exist in the trials.
-
-        Args:
-            steps: Of how many steps the model may hold activations: in the update of this one and of the one before,
-                whose activations an undone step would restore.
-        """
-        to_be_made = 0 if self._state_is_made else max(self.plan.state_bytes - self.workload.state_bytes(), 0)
-        self._state_is_made = to_be_made == 0  # from the first update on; reading it costs the most
-        expected = max(trial.resident_bytes + steps * trial.held_bytes for trial in self._trials()) - to_be_made
-        gradients = sum(bytes_of(p.grad) for p in self.workload.parameters() if p.grad is not None)
-        return max(self.device.usage().allocated - expected - gradients, 0)
+    def _gradient_bytes(self) -> int:
+        return sum(bytes_of(p.grad) for p in self.workload.parameters() if p.grad is not None)
 
     def _trials(self) -> Sequence[Trial]:
-        """The trials of at most the plan's size: larger ones held more activations."""
-        size = self.plan.micro_batch_size
+        """Return the trials of at most the plan's size: larger ones held more activations."""
         trials = self.plan.longest_trials
-        return [trial for trial in trials if trial.micro_batch_size <= size] or trials
+        return [trial for trial in trials if trial.micro_batch_size <= self.plan.micro_batch_size] or trials

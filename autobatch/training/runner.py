@@ -437,8 +437,7 @@ class StepRunner:
             if shared is not None:
                 shared.begin()
             layouts = self._describe([*batches], update=update, is_cut=is_cut)
-            is_counted = self._free_memory.is_counted = self._is_counted()
-            accumulate = self._accumulate_counted if is_counted else self._accumulate_uncounted
+            accumulate = self._accumulate_counted if self._begin_counting() else self._accumulate
             accumulated, thrashed = accumulate(layouts, shared, update=update)
             ranks = () if shared is None else self._end(shared, accumulated)
             # Counted before anything is reported: an interrupt there must not make it a failed step.
@@ -517,12 +516,6 @@ class StepRunner:
         self._peak_bytes = usage.peak_allocated
         return accumulated, usage.alloc_retries > before.alloc_retries
 
-    def _accumulate_uncounted(
-        self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
-    ) -> tuple[AccumulationState | None, bool]:
-        self._change_pace(self._pace.before_step(None, None), self.steps)
-        return self._accumulate(layouts, shared, update=update)
-
     def _accumulate(
         self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
     ) -> tuple[AccumulationState | None, bool]:
@@ -574,10 +567,17 @@ class StepRunner:
                 self._events.report_moves(self.steps, moved)
         return self._batches.divide(layouts, self.micro_batch_size, self._accumulation.try_twice)
 
-    def _is_counted(self) -> bool:
-        """Whether the budget is enforced in the coming step. On a CPU that takes time at every operator."""
+    def _begin_counting(self) -> bool:
+        """Return whether the coming step runs inside the budget. On a CPU that takes time at every operator.
+
+        A step outside of it reads no free memory, so it takes the size that the last steps allow.
+        """
         is_first = self.steps - self._begun_at < _FIRST_STEPS
-        return is_first or self.plan.budget_passed or not isinstance(self._device, CpuDevice)
+        is_counted = is_first or self.plan.budget_passed or not isinstance(self._device, CpuDevice)
+        if not is_counted:
+            self._change_pace(self._pace.before_step(None, None), self.steps)
+        self._free_memory.is_counted = is_counted
+        return is_counted
 
     def _skip(self, layouts: Sequence[Layout], started: float) -> StepResult:
         """The result of a step whose weights are all 0: nothing has happened."""

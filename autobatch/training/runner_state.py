@@ -7,40 +7,20 @@ and objects of the user's: their own ``state_dict()`` has them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict, ValidationError, model_validator
+from pydantic import Field, Strict, ValidationError
 
-from autobatch._bounds import LISTED, Count, Samples, Target
+from autobatch._bounds import Count, Samples, Target
 from autobatch._formatting import show_value
 from autobatch.batch.list_rules import ListReading
 from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
-from autobatch.planning.pacing import Pace, Reason
-from autobatch.planning.setback import LONGEST_WAIT, Setback
+from autobatch.planning.pacing import Ceiling, Pace, Reason
 from autobatch.records import Record, spell_invalid
 
-__all__ = ["RunnerState", "SavedSetback", "read_state"]
-
-_Wait = Annotated[Count, Field(le=LONGEST_WAIT)]
-
-
-class SavedSetback(Record):
-    """A size that failed, and when it comes back; the attributes are those of ``planning.setback.Setback``."""
-
-    size: Samples
-    ran: Samples
-    failed: Samples
-    wait: _Wait
-    left: _Wait
-    trial: Samples | None = None
-
-    @model_validator(mode="after")
-    def _check_sizes(self) -> SavedSetback:
-        if not self.ran < self.failed <= self.size:
-            raise ValueError("ran must be less than failed, and failed at most size")
-        return self
+__all__ = ["RunnerState", "read_state"]
 
 
 class RunnerState(Record):
@@ -60,7 +40,7 @@ class RunnerState(Record):
         size: The most samples in a micro-batch of the next step.
         batch_lists: What each list of a batch holds, by path.
         reason: Why it last changed.
-        setbacks: Sizes that failed, the largest first.
+        ceiling: What runs since the plan's size failed.
         clean_steps: Steps at this size without trouble, as far as they are counted.
         thrashed_steps: In a row, up to now.
         counted_per_sample: What the last step's losses were divided by, for each sample, where it stated its count.
@@ -79,7 +59,7 @@ class RunnerState(Record):
     passes: Count = 0
     pass_samples: Count = 0
     reason: Reason | None = None
-    setbacks: Annotated[tuple[SavedSetback, ...], LISTED] = ()
+    ceiling: Ceiling | None = None
     clean_steps: Count = 0
     thrashed_steps: Count = 0
     counted_per_sample: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -97,7 +77,7 @@ class RunnerState(Record):
             smallest_micro_batch=pace.smallest,
             size=pace.size,
             reason=pace.reason,
-            setbacks=tuple(SavedSetback(**asdict(setback)) for setback in pace.setbacks),
+            ceiling=pace.ceiling,
             clean_steps=pace.clean_steps,
             thrashed_steps=pace.thrashed_steps,
             **learnt,
@@ -109,7 +89,7 @@ class RunnerState(Record):
             pace,
             size=self.size,
             reason=self.reason,
-            setbacks=tuple(Setback(**saved.model_dump()) for saved in self.setbacks),
+            ceiling=self.ceiling,
             clean_steps=self.clean_steps,
             thrashed_steps=self.thrashed_steps,
         )
@@ -135,7 +115,7 @@ def read_state(state: Any, plan: Plan) -> RunnerState:
                 f"the state is of a plan with {name}={getattr(found, name)}, and this Runner's has {name}={value}: "
                 f"make it with the plan with which it was saved (plan.save(path), Plan.load(path))"
             )
-    sizes = [found.size, found.smallest_micro_batch, *(setback.size for setback in found.setbacks)]
+    sizes = [found.size, found.smallest_micro_batch, found.ceiling.failed if found.ceiling else 1]
     most = max([plan.micro_batch_size, *(one.micro_batch_size for one in plan.lengths)])
     if max(sizes) > most:
         raise InvalidArgument(f"the state is none of a Runner (a size of {max(sizes)}, where micro_batch_size={most})")

@@ -16,8 +16,7 @@ from autobatch.batch.trimming import SortedLayout
 from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.lengths import scale_curve, scale_ladder
-from autobatch.planning.pacing import Pace
-from autobatch.planning.setback import CLEAN_STEPS
+from autobatch.planning.pacing import CLEAN_STEPS, Pace
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload
 

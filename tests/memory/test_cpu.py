@@ -7,11 +7,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from contextlib import suppress
 
 import pytest
 import torch
-from lines import AtLine, interrupt
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -229,16 +227,3 @@ def test_a_micro_batch_is_a_range_in_the_profiler():
         torch.ones(3)
     device.synchronize()
     assert "autobatch micro-batch of 37" in {event.key for event in profiler.key_averages()}
-
-
-def test_an_interrupt_at_any_line_leaves_no_budget_behind():
-    """Of those that begin and end one: what runs afterwards would run out of memory."""
-    modules = ("autobatch.torch_internals.dispatch_mode", "torch.utils._python_dispatch")
-    position, where = 0, "the first line"
-    while where:
-        position += 1
-        with AtLine(position, interrupt, modules) as interrupted, suppress(KeyboardInterrupt), CpuDevice().limit(2**20):
-            torch.ones(3)
-        where = interrupted.where
-        assert not _get_current_dispatch_mode_stack(), where
-    assert position > 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.pacing import Pace
+from autobatch.planning.pacing import CLEAN_STEPS, LONGEST_WAIT, Ceiling, Pace
 from autobatch.planning.planner import COMPILED_SIZES, balance, compiled_ladder, eager_ladder
-from autobatch.planning.setback import CLEAN_STEPS, LONGEST_WAIT
 
 LINE = MemoryCurve(allocated=((0, 100), (10, 200)), reserved=((0, 100), (10, 200)))  # 100 bytes and 10 a sample
 POWERS = (1, 2, 4, 8, 16, 32, 64)
@@ -210,18 +208,28 @@ def test_after_an_unexplained_oom_the_size_is_back_after_one_clean_step():
 
 @pytest.mark.parametrize("curve", [LINE, None])
 def test_a_size_that_fails_as_soon_as_it_is_back_waits_twice_as_long(curve):
-    """1, 2, 4, ... clean steps, up to the longest wait; and it falls back to what ran, in one attempt."""
+    """1, 2, 4, ... clean steps, up to the longest wait."""
     pace, waits = at(64, curve), []
     for _ in range(13):
-        pace, _ = train(pace, 40, free=5_000)
+        pace, shortages = train(pace, 40, free=5_000)
+        assert shortages > 0
         waits.append(0)
         while pace.size < 64:
             pace, shortages = train(pace, 40, free=5_000)
-            waits[-1] += shortages == 0
-            if shortages:  # a size in between was tried
-                break
-    assert waits == sorted(waits)
+            assert shortages == 0
+            waits[-1] += 1
     assert waits == [*(2**n for n in range(11)), LONGEST_WAIT, LONGEST_WAIT]
+
+
+def test_a_size_on_trial_gives_way_to_one_halfway():
+    """Between the largest that ran and the smallest that failed; the largest that runs is found in a few trials."""
+    pace, sizes = at(64, None, ladder=tuple(range(1, 65))), []
+    for _ in range(7):
+        while pace.size < 64:
+            pace, _ = train(pace, 40)
+        pace, shortages = train(pace, 40)
+        sizes.append((pace.size, shortages))
+    assert sizes == [(32, 1), (32, 2), (40, 1), (40, 2), (40, 2), (40, 2), (40, 1)]
 
 
 def test_each_step_that_goes_well_halves_the_wait():
@@ -237,17 +245,21 @@ def test_each_step_that_goes_well_halves_the_wait():
         assert steps == expected
 
 
-def test_ooms_while_a_size_waits_do_not_carry():
-    """What ran then runs again in the next step, however far down a step had to go."""
-    pace = at(64, None)
-    for _ in range(7):  # 64 waits for dozens of steps
-        pace = pace.after_shortage(64, None).after_step(32, thrashed=False)
-        pace = replace(pace, setbacks=(replace(pace.setbacks[0], left=0),), size=64)
-    pace = pace.after_shortage(64, None).after_step(32, thrashed=False)
-    assert (pace.size, pace.setbacks[0].left > 50) == (32, True)
-    down = pace.after_shortage(32, None).after_shortage(16, None).after_shortage(8, None)
-    assert down.size == 4
-    assert down.after_step(4, thrashed=False).size == 32
+def test_what_runs_during_a_wait_becomes_smaller_only_if_it_fails_in_two_steps_in_a_row():
+    """However far down a step had to go."""
+    waiting = replace(at(32, None), ceiling=Ceiling(ran=32, failed=64, wait=64, left=60))
+
+    def fail(pace):
+        return (
+            pace.after_shortage(32, None).after_shortage(16, None).after_shortage(8, None).after_step(4, thrashed=False)
+        )
+
+    once = fail(waiting)
+    assert (once.size, once.ceiling.left) == (32, 60)
+    clean = once.after_step(32, thrashed=False)
+    assert fail(clean).size == 32
+    assert fail(once).size == 4
+    assert fail(once).ceiling == Ceiling(ran=4, failed=8, wait=64, left=60)
 
 
 def test_a_step_at_the_smallest_size_is_not_waited_at():
@@ -374,17 +386,6 @@ def test_a_neighbour_within_the_headroom_changes_nothing(pace, free, headroom):
     assert len(set(sizes) - {pace.ladder[-1]}) <= 1
 
 
-def test_sizes_that_have_waited_come_back_as_one_while_a_smaller_one_waits():
-    """Three shortages and a thrash, each at less than the one before: two wait one clean step, the last one longer."""
-    pace = Pace(ladder=(1, 2, 3, 4, 8), size=8)
-    for failed in (8, 4, 2):
-        pace = pace.after_shortage(failed, None).after_step(1, thrashed=False)
-    for _ in range(2):
-        pace = pace.after_step(pace.size, thrashed=True)
-    pace = pace.before_step(None, None).after_step(pace.size, thrashed=False)
-    assert [bool(setback.left) for setback in pace.setbacks] == [False, True]
-
-
 class Training(RuleBasedStateMachine):
     """Any order of shortages, thrash, clean steps and neighbours, on any pace."""
 
@@ -440,16 +441,14 @@ class Training(RuleBasedStateMachine):
 
     @invariant()
     def is_within_bounds(self):
-        """The size is a rung; setbacks come down, each below what the one before runs at, with waits within bounds."""
+        """The size is a rung, and a wait is within its bounds."""
         assert self.pace.size in self.pace.rungs
-        assert self.pace.failure is None
-        for setback in self.pace.setbacks:
-            assert setback.ran < setback.failed <= setback.size
-            assert 0 <= setback.left <= setback.wait <= LONGEST_WAIT
-            assert setback.trial is None or setback.ran < setback.trial < setback.size
-        for outer, inner in pairwise(self.pace.setbacks):
-            assert inner.size < outer.size
-            assert outer.left > 0 or inner.left > 0
+        assert self.pace.goal in self.pace.rungs
+        assert self.pace.shortage is None
+        if ceiling := self.pace.ceiling:
+            assert ceiling.ran < ceiling.failed <= self.pace.ladder[-1]
+            assert 0 <= ceiling.left <= ceiling.wait <= LONGEST_WAIT
+            assert Ceiling.model_validate_json(ceiling.model_dump_json()) == ceiling
 
 
 Training.TestCase.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)

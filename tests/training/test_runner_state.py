@@ -156,7 +156,7 @@ def test_the_state_is_plain_json(quiet_log):
     run(training, range(4), SHORTAGES["at the size that came back"])
     state = training.runner.state_dict()
     assert json.loads(json.dumps(state)) == state
-    assert state["setbacks"]
+    assert state["ceiling"]
     assert state["size"] < 6
     other = Training()
     other.runner.load_state_dict(json.loads(json.dumps(state)))
@@ -181,7 +181,7 @@ def changed(**changes):
     return lambda state: {**state, **changes}
 
 
-SETBACK = {"size": 6, "ran": 3, "failed": 6, "wait": 1, "left": 1, "trial": None}
+CEILING = {"ran": 3, "failed": 6, "wait": 1, "left": 1, "is_doubted": False}
 
 REFUSED = {
     "no dict": (lambda state: [state], r"^state=.* pass what state_dict\(\) of a Runner returned"),
@@ -197,9 +197,9 @@ REFUSED = {
     "negative steps": (changed(steps=-1), "steps: Input should be greater than or equal to 0"),
     "an unknown field": (changed(more=1), "more: Extra inputs are not permitted"),
     "an unknown reason": (changed(reason="luck"), "reason: Input should be"),
-    "a setback out of order": (changed(setbacks=[{**SETBACK, "failed": 2}]), "ran must be less than failed"),
-    "a setback above the plan's": (changed(setbacks=[{**SETBACK, "size": 9}]), "a size of 9, where"),
-    "an endless wait": (changed(setbacks=[{**SETBACK, "left": 10**9}]), "left: Input should be less than"),
+    "a ceiling out of order": (changed(ceiling={**CEILING, "failed": 2}), "ran must be less than failed"),
+    "a ceiling above the plan's": (changed(ceiling={**CEILING, "failed": 9}), "a size of 9, where"),
+    "an endless wait": (changed(ceiling={**CEILING, "left": 10**9}), "left: Input should be less than"),
 }
 
 
@@ -214,13 +214,13 @@ def test_what_is_no_state_of_this_plan_is_refused(change, message):
     assert runner.state_dict() == before
 
 
-@pytest.mark.parametrize("name", ["steps", "size", "setbacks", "batch_lists"])
+@pytest.mark.parametrize("name", ["steps", "size", "ceiling", "batch_lists"])
 def test_a_state_without_a_field_is_refused_or_takes_its_default(name):
     """What decides sizes has none."""
     runner = Training().runner
     state = runner.state_dict()
     del state[name]
-    if name == "setbacks":
+    if name == "ceiling":
         runner.load_state_dict(state)
     else:
         with pytest.raises(InvalidArgument, match=f"{name}: Field required"):

@@ -22,9 +22,8 @@ import autobatch
 from autobatch.events import Retried, SizeChanged
 from autobatch.planning import planner
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.pacing import Pace
+from autobatch.planning.pacing import CLEAN_STEPS, Pace
 from autobatch.planning.planner import compiled_ladder, eager_ladder
-from autobatch.planning.setback import CLEAN_STEPS
 from autobatch.records import Tenant
 from autobatch.testing import FakeDevice
 
@@ -180,8 +179,7 @@ def test_a_loss_that_stays_costs_few_ooms(target, size, data, curve, compiled):
     """However many samples still fit, and although the reading denies it; the size settles at the largest that runs.
 
     At most 10 on the way down (three quarters once, then half each time), 11 when the plan's size is tried again after
-    1, 2, 4, ... 1,024 clean steps, which are 2,047, and at most 3 when sizes in between are tried, by halving what lies
-    between one that ran and one that failed.
+    1, 2, 4, ... 1,024 clean steps, which are 2,047, and a few at sizes in between in the same steps.
     """
     most = data.draw(st.integers(1, size - 1))
     pace = make_pace(compiled=compiled, curve=curve, target=target, size=size)
