@@ -20,7 +20,7 @@ from autobatch.fitting.options import (
 )
 from autobatch.step.workload import Step
 from autobatch.training.runner import StepRunner
-from autobatch.undo.undo import StepState
+from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ class Runner(StepRunner):
         refuse_unknown("Runner.fit()", options, ["batch", "step", "optimizer", *names_of(FitAndRunOptions)])
         with several_blocks(find_ranks(model), "Runner.fit()"):
             # Trials run the step too, which changes these objects.
-            kept = check_objects(options.get("keep", ()))
-            objects = StepState(nn.Module(), torch.device("cpu"), kept, records=False).begin()
+            objects = Undo(None, torch.device("cpu"), keep=check_objects(options.get("keep", ())))
             try:
                 plan = fit(
                     model,

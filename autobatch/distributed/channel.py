@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.roll_call import Process, RollCall, find_process, in_words
 from autobatch.errors import RankLost
+from autobatch.undo.interrupts import deferred_interrupts
 
 __all__ = ["Channel", "open_channel"]
 

@@ -20,13 +20,13 @@ from torch import nn
 
 from autobatch._user_errors import contextmanager
 from autobatch.distributed.channel import Channel
-from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.pass_record import is_recorded, record_of
 from autobatch.distributed.sharding import divisor_of, param_groups, reset
 from autobatch.distributed.sharding_limits import refuse_changed_settings
 from autobatch.distributed.step_agreement import StepAgreement, name_error
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument, RankFailed, RankLost
 from autobatch.memory.oom import describe_error, is_oom
+from autobatch.undo.interrupts import deferred_interrupts
 
 __all__ = ["DIFFERS", "ONE_SAMPLE", "Lockstep", "OtherRankShort", "RunAgain"]
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.sharding import param_groups
 from autobatch.errors import AutobatchError
+from autobatch.undo.interrupts import deferred_interrupts
 
 __all__ = ["Collective", "PassDiffers", "PassRecord", "is_recorded", "record_of"]
 

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from autobatch._user_errors import contextmanager
 from autobatch.distributed.channel import open_channel
 from autobatch.distributed.data_parallel import module_of, refuse_unsupported
-from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.lockstep import Lockstep
 from autobatch.distributed.own_time import OwnTime
 from autobatch.distributed.reduction import Reduction
@@ -27,6 +26,7 @@ from autobatch.distributed.sharding import group_of, is_sharded
 from autobatch.distributed.sharding_limits import refuse_unsupported_sharding
 from autobatch.distributed.step_agreement import name_error
 from autobatch.errors import AutobatchError, InvalidArgument, RankFailed, RankLost
+from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.tensor_header import is_uninitialized
 
 __all__ = [

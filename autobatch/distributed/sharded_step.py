@@ -6,18 +6,18 @@ Covers the totals, the loss of all ranks, clipping and the update. Does not cove
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
-from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.lockstep import Lockstep
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduction import LossSlot
 from autobatch.distributed.sharding import has_shards
 from autobatch.distributed.shared_step import SharedStep, describe_slots, find_wanted, make_slots
 from autobatch.undo.gradients import gradient_dtype
+from autobatch.undo.interrupts import deferred_interrupts
 
 __all__ = ["ShardedStep", "begin_step"]
 
@@ -120,8 +120,8 @@ class ShardedStep(SharedStep):
         _correct([parameter for parameter in parameters if has_shards(parameter)], sums, factor)
         return last.result
 
-    def begin_update(self, begin: Callable[[], None]) -> None:
-        """Clip, then call ``begin`` when no rank has anything left that could fail before the optimizer's step.
+    def agree_on_update(self) -> None:
+        """Clip, then wait until no rank has anything left that could fail before the optimizer's step.
 
         Buffers stay each rank's own, as with ``fully_shard``.
         """
@@ -129,7 +129,6 @@ class ShardedStep(SharedStep):
             self._clip(self._max_grad_norm)
         with deferred_interrupts():
             self._meet_to_update()
-        begin()
 
     def _clip(self, most: float) -> None:
         """As ``torch.nn.utils.clip_grad_norm_``, whose collectives would wait for a rank that fails."""

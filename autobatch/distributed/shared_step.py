@@ -7,7 +7,7 @@ summed (``reduction``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
-from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduction import GradientSlot, LossSlot
 from autobatch.distributed.step_agreement import StepAgreement
 from autobatch.distributed.value_digest import digest_values
 from autobatch.errors import InvalidArgument
 from autobatch.events.rank_step import RankStep
+from autobatch.undo.interrupts import deferred_interrupts
 
 __all__ = ["OTHERS_TRAINED", "SharedStep", "describe_slots", "find_wanted", "make_slots"]
 
@@ -168,8 +168,8 @@ class SharedStep:
             )
         return stated
 
-    def begin_update(self, begin: Callable[[], None]) -> None:
-        """Call ``begin`` when no rank has anything left that could fail before the optimizer's step.
+    def agree_on_update(self) -> None:
+        """Wait until no rank has anything left that could fail before the optimizer's step.
 
         Buffers become those of the first rank now, and not when the step begins as in DistributedDataParallel: a step
         that is run again would undo it.
@@ -188,7 +188,6 @@ class SharedStep:
                     )
                 )
             buffers.take_first(self._ranks.wrapper.process_group, self._ranks.channel)
-        begin()
 
     def _meet_to_update(self, **said: Any) -> list[dict[str, Any]]:
         """The last meeting before the update, to which each rank says its learning rates.

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from autobatch.distributed.channel import Channel
-from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.errors import AutobatchError, CannotRetry, RankFailed, RankLost
+from autobatch.undo.interrupts import deferred_interrupts
 
 __all__ = ["Place", "StepAgreement", "name_error"]
 

@@ -37,7 +37,7 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
 from autobatch.step.workload import Workload
 from autobatch.undo.module_state import ModuleState
-from autobatch.undo.undo import RewindPoint
+from autobatch.undo.undo import Undo
 
 __all__ = ["SplitComparison"]
 
@@ -260,7 +260,7 @@ class SplitComparison:
             yield self._make_measurement(layout, random, diagnoses=diagnoses)
 
     def _make_measurement(self, layout: Layout, random: SampleNumbers, *, diagnoses: bool = False) -> Measurement:
-        rewind_point = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
+        rewind_point = Undo(self.workload.model, self.device.torch_device)
         modules = [module for module in self.workload.outside() if isinstance(module, nn.Module)]
         outside = ModuleState([part for module in modules for part in module.modules()])
         return Measurement(self.workload, self.device, layout, rewind_point, outside, random, diagnoses=diagnoses)

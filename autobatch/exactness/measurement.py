@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from autobatch.batch.layout import Layout, tensors_of
 from autobatch.batch.tree import as_leaf, map_tensors
-from autobatch.errors import DoesNotFit
 from autobatch.exactness.gradients import (
     TOLERANCE,
     Gradients,
@@ -34,9 +33,9 @@ from autobatch.records import ModuleError
 from autobatch.step.losses import Stated, find_stated, states_counts
 from autobatch.step.workload import Step, Workload
 from autobatch.training.accumulation import Accumulation
-from autobatch.training.accumulation_state import Shortage
 from autobatch.undo.module_state import ModuleState
-from autobatch.undo.undo import RewindPoint, StepState
+from autobatch.undo.undo import Undo
+from autobatch.undo.written_memory import WrittenMemory
 
 __all__ = ["Measurement"]
 
@@ -66,7 +65,7 @@ class Measurement:
     workload: Workload
     device: Device
     layout: Layout
-    rewind_point: RewindPoint
+    rewind_point: Undo
     outside: ModuleState
     random: SampleNumbers
     diagnoses: bool = False
@@ -109,7 +108,7 @@ class Measurement:
 
     def anew(self) -> Measurement:
         """The same, measured again because something in the model or in its random numbers was changed."""
-        return replace(self, rewind_point=RewindPoint([*self.workload.model.modules()], self.device.torch_device))
+        return replace(self, rewind_point=Undo(self.workload.model, self.device.torch_device))
 
     def renewing(self, renews: Literal["outside", "all"], moves: tuple[nn.Module, ...] = ()) -> Measurement:
         """The same, with the state rewound before each part; the whole, which is one part, stays as measured."""
@@ -256,9 +255,8 @@ class Measurement:
         run = [range_ for range_, part in zip(ranges, parts, strict=True) if self._counts(part)]
         workload = self.workload.around(self._make_step(iter(run)), weigh=self.workload.weigh)
         scale = None if factor == 1 else lambda loss: loss * factor
-        state = StepState(self.workload.model, self.device.torch_device, records=False)
-        accumulation = Accumulation(workload, self.device, _end, scale, known_state=state, owns_batches=True)
-        recorder = self.rewind_point.record(tensors_of(self.layout.batch))
+        accumulation = Accumulation(workload, self.device, scale, records=False, owns_batches=True)
+        recorder = self.rewind_point.watch(WrittenMemory(), tensors_of(self.layout.batch))
         try:
             with recorder:
                 done = accumulation.run(parts, self.layout.count)
@@ -292,7 +290,7 @@ class Measurement:
 
     def _restore_outside(self) -> None:
         self.rewind_point.restore_outside()
-        self.outside.put_back()
+        self.outside.restore()
 
     def _renew(self) -> None:
         if self.renews == "outside":
@@ -303,7 +301,7 @@ class Measurement:
             values = [tensor.detach().clone() for tensor in tensors]
             self.rewind_point.restore()
             self._restore_outside()
-            moved.put_back()
+            moved.restore()
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.data.copy_(value)
 
@@ -315,7 +313,3 @@ class Measurement:
         else:
             counted = float(stop - start)
         return find_stated(returned, counted)
-
-
-def _end(shortage: Shortage) -> NoReturn:
-    raise DoesNotFit(shortage.reason)

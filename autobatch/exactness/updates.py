@@ -30,7 +30,6 @@ from autobatch.step.workload import Step, Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import Shortage
 from autobatch.undo.training_state import TrainingState
-from autobatch.undo.undo import StepState
 
 __all__ = ["check_update"]
 
@@ -147,8 +146,7 @@ class _Run:
         parts = [self._part(start, stop) for start, stop in ranges_of(sizes)]
         run = [range_ for range_, part in zip(ranges_of(sizes), parts, strict=True) if self._counts(part)]
         workload = self.workload.around(self._make_step(iter(run)), weigh=self.workload.weigh)
-        known = StepState(workload.model, self.device.torch_device, records=False)
-        accumulation = Accumulation(workload, self.device, _end, known_state=known, owns_batches=True)
+        accumulation = Accumulation(workload, self.device, records=False, owns_batches=True)
         accumulation.run(parts, self.layout.count)
         self._random.end()
 

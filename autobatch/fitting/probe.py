@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +30,10 @@ from autobatch.step.savings import find_savings, watch_savings
 from autobatch.step.workload import Workload, read_output
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation import Accumulation
-from autobatch.training.accumulation_state import AccumulationState, Shortage
+from autobatch.training.accumulation_state import AccumulationState
 from autobatch.undo.optimizer_state import count_state, is_making_state, make_state
 from autobatch.undo.training_state import TrainingState
-from autobatch.undo.undo import StepState
+from autobatch.undo.written_memory import WrittenMemory
 
 _SLOWED_BY_SPILLS = 4  # a PCIe link has less than a tenth of a card's bandwidth; no larger size is so slow by itself
 _SLOW_SECONDS = 0.25  # of a shorter trial the time says little
@@ -120,7 +120,7 @@ class Probe:
         # What is compiled is not recorded, since that would run it eagerly.
         self._is_compiled = is_compiled(self.workload.model, self.workload.step)
         self.savings = find_savings(self.workload.model)
-        self._learnt = StepState(self.workload.model, self.device.torch_device, records=not self._is_compiled)
+        self._written = WrittenMemory()
         self.state.rewind()
 
     def run(self, size: int) -> Trial:
@@ -186,7 +186,7 @@ class Probe:
         if reason is None and self._is_compiled:  # recorded, it ran eagerly: now it is compiled
             reason = self._attempt(self._warm_up, size)
         if reason is None:
-            self._is_warm, self._learnt.records = True, False
+            self._is_warm = True
             # As the device counts: a substitute for a device does not count the optimizer's real tensors.
             made = min(self.workload.state_bytes() - resumed, self.device.usage().allocated - before.allocated)
             self.state_bytes = resumed + max(made, 0)
@@ -262,7 +262,7 @@ class Probe:
 
     def _accumulate(self, batches: Sequence[Layout], size: int) -> AccumulationState:
         """Accumulate the gradient of these micro-batches as training does; raise ``DoesNotFit`` after an OOM."""
-        passes_left, ended_in_pass = len(batches), False
+        passes_left = len(batches)
 
         def run(model: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
             nonlocal passes_left
@@ -274,27 +274,25 @@ class Probe:
             first, *others = [term.loss for term in output.terms]
             return sum(others, start=first), output.aux
 
-        def end(shortage: Shortage) -> NoReturn:
-            nonlocal ended_in_pass
-            ended_in_pass = True
-            raise DoesNotFit(shortage.reason)
-
         accumulation = Accumulation(
             # By samples: a trial has to run a micro-batch of the example even if its labels are all ignored.
             self.workload.around(run, weigh=None),
             self.device,
-            shrink=end,
             in_float32=self.in_float32,
             leaves_are_known=self._leaves_are_known,
             stand_ins=self.shared.unsharded_parameters,
-            known_state=self._learnt,
+            written=self._written,
+            records=not self._is_warm,
+            watched=0 if self._is_warm else 2,
             stands_for=-(-self.target // size) if self.target > size else 0,
         )
         self._now.phase = "forward"
         try:
             accumulated = accumulation.run(batches, size)
+        except DoesNotFit:
+            raise
         except Exception:
-            if passes_left == 0 and not ended_in_pass:
+            if passes_left == 0:
                 self._now.phase = "gradients"  # after the last pass they are rounded, or added to earlier ones
             raise
         assert accumulated is not None  # noqa: S101 - all samples count here

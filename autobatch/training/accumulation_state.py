@@ -1,15 +1,10 @@
-"""Counts how far an accumulation has come: which micro-batches are done, and the running sum of the loss.
-
-Does not cover gradients, which are in ``.grad``, nor undoing (``transaction``).
-"""
+"""Counts how far an accumulation has come: which micro-batches are done, and the running sum of the loss."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import filterfalse
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,20 +13,15 @@ from autobatch._user_errors import note_where
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.records import Phase
 from autobatch.training.loss_denominators import Denominators, DividedLoss
-from autobatch.training.micro_batches import MicroBatch, find_scale
-
-__all__ = ["AccumulationState", "Shortage"]
-
-_SIZE = attrgetter("size")
-_VERSION = attrgetter("_version")
-
+from autobatch.training.micro_batches import MicroBatch
+from autobatch.training.misuse import BatchWatch
 
 _STATED_FOR_SOME = "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A micro-batch in which memory ended, as known after the clean-up, when the next size is chosen.
+    """A micro-batch that ran out of memory.
 
     Attributes:
         failed_size: Samples in the micro-batch that failed.
@@ -40,7 +30,7 @@ class Shortage:
         reason: The error's first line.
         least_size: The smallest size into which the samples can be divided such that the model can run each
             micro-batch.
-        ended_in: The pass in which memory ended.
+        ended_in: Pass that ran out of memory.
     """
 
     failed_size: int
@@ -54,8 +44,7 @@ class AccumulationState:
     """Finished and unfinished micro-batches of one accumulation; at the end ``loss`` is the mean over all samples.
 
     Attributes:
-        batch: The batches' tensors, except those in which torch counts no writes.
-        versions: Each one's count of writes when this was made; a view shares that of its base.
+        watch: Whether the step writes into the batches.
         todo: Micro-batches to be run.
         done: Micro-batches that have run.
         denominators: What the step's losses are divided by.
@@ -64,10 +53,9 @@ class AccumulationState:
         loss: The running sum of the divided losses.
         counted: The sum of the counts of losses that were divided by ``unit``.
         unit: What losses are divided by until the total is known; ``None`` where the total was known before.
-        retries: How often memory ended.
+        retries: Number of attempts that ran out of memory.
+        had_gradients: Whether gradients from before the step are added to its own.
         is_ready: Whether the leaves of a micro-batch are what the step gets: pairs of tensors on the device.
-        failed_size: Samples of the micro-batch in which memory ended last.
-        failed_scale: As in ``Shortage``.
         phase: The pass of the running micro-batch.
         running: Function of the user that runs now, named for a note on its error; empty: none.
     """
@@ -75,18 +63,18 @@ class AccumulationState:
     loss: torch.Tensor | None = None
     counted: float = 0.0
     unit: float | None = None
-    retries = failed_size = failed_scale = 0
+    retries: int = 0
+    had_gradients: bool = False
+    watch: BatchWatch
     phase: Phase = "forward"
     running: str = ""
 
-    def __init__(
-        self, micro_batches: list[MicroBatch], batch: Sequence[torch.Tensor], *, weighed: bool, is_ready: bool
-    ) -> None:
+    def __init__(self, micro_batches: list[MicroBatch], watch: BatchWatch, *, weighed: bool, is_ready: bool) -> None:
         """Begin.
 
         Args:
             micro_batches: To be run.
-            batch: The batches' tensors.
+            watch: Of the batches.
             weighed: Whether ``weigh`` gave the weights.
             is_ready: Whether the leaves of a micro-batch are what the step gets.
         """
@@ -94,8 +82,7 @@ class AccumulationState:
         self.done: list[MicroBatch] = []
         self.aux: list[Any] = []
         self.stated: list[Any] = []
-        self.batch = [*filterfalse(torch.Tensor.is_inference, batch)]
-        self.versions = list(map(_VERSION, self.batch))
+        self.watch = watch
         self.denominators = Denominators.of(micro_batches, weighed=weighed)
         self._is_shared, self._per_sample, self._is_scaled, self._has_stated_none = False, 0.0, False, False
 
@@ -124,7 +111,7 @@ class AccumulationState:
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """Samples of each finished micro-batch."""
-        return tuple(map(_SIZE, self.done))
+        return tuple(micro_batch.size for micro_batch in self.done)
 
     def finish(self, divided: DividedLoss | None, aux: Any) -> None:
         """Count the first unfinished micro-batch as done.
@@ -154,20 +141,22 @@ class AccumulationState:
         self.done.append(done)
         self.aux.append(aux)
 
-    def fail(self) -> None:
-        """Note that memory ended in the first unfinished micro-batch."""
+    def fail(self) -> MicroBatch:
+        """Count nothing as done; returns the micro-batch that ran out of memory."""
         failed = self.todo[0]
-        failed.leaves.clear()  # its samples are cut anew, and these may have gradients
-        self.failed_size, self.failed_scale, self.retries = failed.size, find_scale(failed), self.retries + 1
+        failed.leaves.clear()  # its samples are cut again, and these may have gradients
+        self.retries += 1
+        self.restart()
+        return failed
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Count nothing as done."""
         self.todo.extendleft(reversed(self.done))
         self.done, self.aux = [], []
         self.loss, self.counted, self.unit = None, 0.0, None
         self._has_stated_none = False
 
-    def retry_with(self, micro_batches: list[MicroBatch]) -> None:
+    def begin_again(self, micro_batches: list[MicroBatch]) -> None:
         """Run these micro-batches instead, and sum the denominators again.
 
         Sums of other parts may be rounded otherwise, and the step has to equal one that used these micro-batches from

@@ -27,7 +27,6 @@ from autobatch.planning.planner import compiled_ladder, eager_ladder
 from autobatch.step.model_info import is_compiled, name_optimizer
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation
-from autobatch.training.accumulation_state import Shortage
 from autobatch.training.given_backward import Backward, GivenBackward
 from autobatch.training.lockstep_accumulation import LockstepAccumulation
 
@@ -43,7 +42,6 @@ def make_accumulation(
     plan: Plan,
     workload: Workload,
     device: Device,
-    shrink: Callable[[Shortage], int],
     *,
     is_sharded: bool,
     scaler: Any | None,
@@ -56,7 +54,6 @@ def make_accumulation(
         plan: For the smallest micro-batch, and whether sums are in float32.
         workload: Model, step, weights, optimizer.
         device: Where micro-batches go.
-        shrink: Called after each shortage; returns the new largest micro-batch.
         is_sharded: Whether the ranks run their micro-batches in lockstep.
         scaler: Scales each loss.
         keep: The user's objects, checked.
@@ -68,7 +65,6 @@ def make_accumulation(
     return (LockstepAccumulation if is_sharded else Accumulation)(
         workload,
         device,
-        shrink,
         _begin_sharded_scaling(workload.model, scaler) if is_sharded else _begin_scaling(scaler, device),
         in_float32=plan.accumulate_in_float32,
         smallest=plan.smallest_micro_batch,

@@ -1,8 +1,4 @@
-"""Accumulates the gradient of a model whose parameters are sharded: every rank runs as many micro-batches, in lockstep.
-
-Covers how many that is, ranks that have fewer samples, and going on together after memory has ended on one rank. Does
-not cover a single pass (``distributed.lockstep``), nor what is the same on one rank (``accumulation``).
-"""
+"""Accumulates the gradient of a model with sharded parameters: every rank runs as many micro-batches, in lockstep."""
 
 from __future__ import annotations
 
@@ -17,27 +13,24 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from autobatch.batch.layout import Layout, describe, map_tensors
-from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, OtherRankShort, RunAgain
 from autobatch.distributed.pass_record import PassDiffers
 from autobatch.distributed.sharded_step import ShardedStep
 from autobatch.distributed.sharding import gathered_tensors, unsharded_parameters
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
+from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.losses import losses_of
 from autobatch.step.workload import Workload
-from autobatch.training.accumulation import Accumulation, UpdateFunction
-from autobatch.training.accumulation_state import AccumulationState
+from autobatch.training.accumulation import Accumulation
+from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.given_backward import Backward
 from autobatch.training.loss_denominators import DividedLoss
 from autobatch.training.micro_batches import MicroBatch, join
 from autobatch.training.model_outputs import ModelOutput, collect_outputs, edges_of, find_reached, run_zero_backward
-from autobatch.training.transaction import Transaction
-from autobatch.undo.gradients import GradientsAside, GradientStamps
-
-__all__ = ["LockstepAccumulation"]
+from autobatch.undo.interrupts import deferred_interrupts
+from autobatch.undo.undo import Undo
 
 _SPARE = 2
 """Samples that are kept for passes that count for nothing: that many if the model turns out to refuse one."""
@@ -73,47 +66,47 @@ class LockstepAccumulation(Accumulation):
         assert self._shared is not None  # noqa: S101 - narrows for mypy
         return self._shared.lockstep
 
-    def run(
-        self,
-        batches: Sequence[Layout],
-        largest: int,
-        update: UpdateFunction | None = None,
-        shared: SharedStep | None = None,
-    ) -> AccumulationState | None:
-        """Accumulate as ``Accumulation.run`` does, in lockstep with the other ranks."""
+    def begin(
+        self, batches: Sequence[Layout], largest: int, undo: Undo, shared: SharedStep | None = None
+    ) -> AccumulationState:
+        """As ``Accumulation.begin``; keeps a few samples for passes that count for nothing."""
         assert isinstance(shared, ShardedStep)  # noqa: S101 - narrows for mypy
         self._shared = shared
-        try:
-            if self._spare is None and batches:
-                self._spare = self.try_twice("copying a sample", _copy_samples, batches[0], max(_SPARE, self.smallest))
-            return super().run(batches, largest, update, shared)
-        finally:
-            self._shared = None
+        if self._spare is None and batches:
+            self._spare = self.try_twice("copying a sample", _copy_samples, batches[0], max(_SPARE, self.smallest))
+        return super().begin(batches, largest, undo, shared)
+
+    def _end(self, undo: Undo) -> None:
+        super()._end(undo)
+        self._shared = None
+
+    def _call_inner(self, samples: Any) -> Any:
+        return self._inner.call_step(samples) if self._is_watched else self._inner.step(self._inner.model, samples)
 
     def _run_forward(self, _: nn.Module, samples: Any) -> Any:
         if self._states_none and not self._runs_spare:
-            returned = self._inner.call_step(samples)
+            returned = self._call_inner(samples)
         else:
             with collect_outputs(self._inner.model) as outputs:
-                returned = self._inner.call_step(samples)
+                returned = self._call_inner(samples)
             loss = returned[0] if isinstance(returned, tuple) and returned else returned
             self._outputs, self._losses = outputs, edges_of(losses_of(loss))
             self._states_none = isinstance(loss, torch.Tensor)
         self._lockstep.start("backward")
         return returned
 
-    def _run_micro_batches(self, progress: AccumulationState, transaction: Transaction) -> str | None:
-        """Run those of this rank, and passes that count for nothing where another rank has more."""
-        self._is_short, again = False, None
+    def attempt(self, progress: AccumulationState, undo: Undo) -> Shortage | None:
+        """Run this rank's micro-batches, and passes that count for nothing where another rank has more."""
+        shortage, again = None, None
         try:
             spares = self._agree_on_number(progress) - _count(progress)
-            reason = super()._run_micro_batches(progress, transaction)
-            if reason is None and spares > 0:
-                reason = self._run_spares(spares, progress, transaction)
-            if reason is None:
+            shortage = super().attempt(progress, undo)
+            if shortage is None and spares > 0:
+                shortage = self._run_spares(spares, progress, undo)
+            if shortage is None:
                 self._lockstep.finish()
                 return None
-            self._is_short = True
+            reason = shortage.reason
         except (OtherRankShort, RunAgain) as error:
             reason = str(error)
         except BaseException as error:
@@ -124,8 +117,17 @@ class LockstepAccumulation(Accumulation):
         finally:
             self._forget_graph()
         # Only now, after the ``except`` block, are the frames of the failed pass gone.
-        self._lockstep.drop(short=reason if self._is_short else None, again=again)
-        return reason
+        self._lockstep.drop(short=None if shortage is None else reason, again=again)
+        self._is_short = shortage is not None
+        if shortage is not None:
+            return shortage
+        self.leaves_are_known = False  # what the step trains by now, the next attempt would train twice
+        self.learn(undo, reason)
+        if progress.todo and "short" in self._lockstep.causes:
+            progress.fail()
+        else:
+            progress.restart()
+        return Shortage(failed_size=0, reason=reason)
 
     def _find_cause(self, error: BaseException) -> str | None:
         """Why all ranks can run the pass again in which this came; ``None``: it is the user's."""
@@ -137,10 +139,8 @@ class LockstepAccumulation(Accumulation):
     def _forget_graph(self) -> None:
         self._outputs, self._losses = (), {}
 
-    def _open(
-        self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], aside: GradientsAside
-    ) -> None:
-        super()._open(shared, progress, batches, aside)
+    def _open(self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], undo: Undo) -> None:
+        super()._open(shared, progress, batches, undo)
         progress.denominators = progress.denominators.with_common_unit()
 
     def _agree_on_number(self, progress: AccumulationState) -> int:
@@ -156,21 +156,19 @@ class LockstepAccumulation(Accumulation):
             samples = sum(stop - start for _, start, stop in ranges)
             smaller = self._cut(ranges, max(self.smallest, -(-samples // number)))
             if sum(micro_batch.counts for micro_batch in smaller) <= number:
-                progress.retry_with(smaller)
+                progress.begin_again(smaller)
         return number
 
-    def _run_micro_batch(
-        self, micro_batch: MicroBatch, progress: AccumulationState, stamps: GradientStamps
-    ) -> tuple[DividedLoss | None, Any]:
+    def _run_micro_batch(self, micro_batch: MicroBatch, progress: AccumulationState) -> tuple[DividedLoss | None, Any]:
         self._lockstep.start("forward")
         self._now = micro_batch, progress
-        divided, aux = super()._run_micro_batch(micro_batch, progress, stamps)
+        divided, aux = super()._run_micro_batch(micro_batch, progress)
         if divided is None:  # the step has counted nothing, but the other ranks run their backward pass
             run_zero_backward(self._find_counted(progress))
         self._now = None
         self._forget_graph()
         if self._sums.hooks:
-            self._sums.take_in(stamps.parameters)  # torch calls no hook of a sharded parameter
+            self._sums.take_in(self._parameters)  # torch calls no hook of a sharded parameter
         return divided, aux
 
     def _call_backward(self, loss: torch.Tensor) -> None:
@@ -199,10 +197,10 @@ class LockstepAccumulation(Accumulation):
         return find_reached(counted, self._outputs)
 
     def _find_apart(self) -> Sequence[torch.Tensor]:
-        return gathered_tensors(self.workload.model)
+        return [*super()._find_apart(), *gathered_tensors(self.workload.model)]
 
-    def _run_spares(self, number: int, progress: AccumulationState, transaction: Transaction) -> str | None:
-        """Run passes whose gradient is 0; returns why memory ended."""
+    def _run_spares(self, number: int, progress: AccumulationState, undo: Undo) -> Shortage | None:
+        """Run passes whose gradient is 0; returns why memory ran out."""
         handled = sys.exc_info()[1]
         if self._spare is None:
             raise InvalidArgument(
@@ -211,49 +209,40 @@ class LockstepAccumulation(Accumulation):
             )
         self._runs_spare = True
         try:
-            with self.workload.guard(transaction.parameters):
+            with self._watch(undo, progress):
                 for _ in range(number):
-                    self._run_spare(self._spare, progress, transaction)
+                    self._run_spare(self._spare, progress)
         except Exception as error:
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
                 raise
-            return describe_error(error, handled=handled)
+            reason = describe_error(error, handled=handled)
+        else:
+            return None
         finally:
             self._runs_spare = False
-        return None
+        self.learn(undo, reason)
+        progress.restart()
+        return Shortage(failed_size=self.smallest, reason=reason, least_size=self.smallest)
 
-    def _run_spare(self, spare: Layout, progress: AccumulationState, transaction: Transaction) -> None:
+    def _run_spare(self, spare: Layout, progress: AccumulationState) -> None:
         self._lockstep.start("forward")
-        here = self.state.mark()
+        here = self._record()
         (micro_batch,) = self._cut([(spare, 0, self.smallest)], None)
-        self.workload.call_step(self._move(micro_batch))
+        self._call_step(self._move(micro_batch))
         run_zero_backward(self._find_counted(progress))
         self._forget_graph()
         here.restore()
 
-    def _recover(self, progress: AccumulationState, transaction: Transaction, reason: str) -> None:
-        """Go back with all other ranks, and cut this one's samples smaller where its own memory has ended."""
-        assert self._shared is not None  # noqa: S101 - narrows for mypy
-        self.leaves_are_known = False  # as in one process: what the step trains by now would be trained twice
-        causes = self._lockstep.causes
-        ran_spare = self._is_short and not _count(progress)
-        if progress.todo and "short" in causes:
-            progress.fail()
-        transaction.rewind(progress, reason)
-        self.device.reclaim()
-        if ran_spare:
-            raise DoesNotFit(
-                f"memory ended in a micro-batch of {self.smallest} that counts for nothing, which this rank runs as "
-                f"others have more ({reason}); everything is as before the step"
-            )
-        if ONE_SAMPLE in causes:
+    def cut_again(self, progress: AccumulationState, largest: int) -> None:
+        """As ``Accumulation.cut_again``; a rank with enough memory cuts the same micro-batches."""
+        if ONE_SAMPLE in self._lockstep.causes:
             self.smallest = 2
         if self._is_short:
-            self._divide_anew(progress, reason)
+            super().cut_again(progress, largest)
         elif progress.todo:
-            self._cut_again(progress)
+            self._cut_equally(progress)
 
-    def _cut_again(self, progress: AccumulationState) -> None:
+    def _cut_equally(self, progress: AccumulationState) -> None:
         """Cut the same micro-batches: the samples of one that has run are gone, and some may be too small."""
         size = min(micro_batch.size for micro_batch in progress.todo)
         if size < self.smallest:
@@ -262,7 +251,7 @@ class LockstepAccumulation(Accumulation):
         else:
             ranges = [(one.layout, one.start, one.stop) for one in progress.todo]
             parts = [part for one in ranges for part in self._cut([one], None)]
-        progress.retry_with(parts)
+        progress.begin_again(parts)
 
 
 def _count(progress: AccumulationState) -> int:

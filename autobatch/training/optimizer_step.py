@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import numbers
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,6 +22,8 @@ from autobatch._user_errors import add_note, note_where
 from autobatch._wrappers import unwrap_optimizer
 from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
+from autobatch.plan import Plan
+from autobatch.training.step_errors import explain_no_retry
 from autobatch.undo.optimizer_state import forget_state, make_state
 
 __all__ = ["Update", "check_options"]
@@ -46,8 +47,7 @@ class Update:
 
     Attributes:
         optimizers: Each is stepped once, in this order; nothing is undone once the first one steps.
-        check_memory: Raises where the optimizer's step does not fit.
-        advise: Returns the end of the message where memory ends in that step.
+        plan: The plan, for messages.
         scaler: Unscales, steps and updates once.
         max_grad_norm: The gradients of all optimizers' parameters, taken as one vector, are clipped to this norm.
         schedulers: Stepped after the optimizers, if these stepped.
@@ -55,61 +55,71 @@ class Update:
     """
 
     optimizers: Sequence[Any]
-    check_memory: Callable[[], None]
-    advise: Callable[[], str]
+    plan: Plan
     scaler: torch.amp.GradScaler | None = None
     max_grad_norm: float | None = None
     schedulers: Sequence[Any] = ()
     gradient_norm: torch.Tensor | None = field(default=None, init=False, repr=False)
     _inner: Any = field(init=False, repr=False)
+    _entries: Sequence[dict[str, Any] | None] = ()
+    _made: list[torch.Tensor] = field(default_factory=list)
+    _scale: float = 0.0
 
     def __post_init__(self) -> None:
         """Look inside the wrappers once."""
         self._inner = unwrap_optimizer([*self.optimizers])
 
-    def run(self, begin: Callable[[], None]) -> None:
-        """Prepare, then step the optimizer, then scaler and scheduler.
+    def prepare(self) -> None:
+        """Do what may fail before the optimizer's step: make its state, unscale and clip the gradients.
+
+        An error leaves everything but ``.grad`` as it was.
+        """
+        self._entries = [] if self.scaler is None else [_read_entry(self.scaler, one) for one in self.optimizers]
+        self._made = []
+        self._made = make_state(self._inner)
+        self._scale = self._scale_and_clip() if self.scaler is not None or self.max_grad_norm is not None else 0.0
+
+    def cancel(self) -> None:
+        """Undo ``prepare``."""
+        forget_state(self._inner, self._made)
+        for optimizer, entry in zip(self.optimizers, self._entries, strict=False):
+            _write_entry(self.scaler, optimizer, entry)
+        self._made, self._entries = [], []
+
+    def apply(self, step: int) -> None:
+        """Step the optimizers, then the scaler and the schedulers.
 
         Args:
-            begin: Called right before the optimizer's own step. An error before it leaves all as it was but ``.grad``.
+            step: Number of the step.
 
         Raises:
-            DoesNotFit: The step does not fit.
-            CannotRetry: Memory ended in it.
+            CannotRetry: The optimizer's step ran out of memory.
         """
-        begun, stepped, reason, handled = False, False, None, sys.exc_info()[1]
-        entries = () if self.scaler is None else self._read_entries()
-        made: list[torch.Tensor] = []
+        stepped, reason, handled = False, None, sys.exc_info()[1]
         try:
-            self.check_memory()
-            made = make_state(self._inner)
-            scale = self._prepare() if self.scaler is not None or self.max_grad_norm is not None else 0.0
-            begin()
-            begun = True
             for optimizer in self.optimizers:
                 optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
             stepped = True
-            if self.scaler is not None or self.schedulers:
-                self._end_step(scale)
+            self._end_step()
         except BaseException as error:
-            if not begun:
-                forget_state(self._inner, made)
-            # After a checkpoint is loaded, unscale_() must not raise that it was called already.
-            self._write_entries(() if begun else entries)
-            if not begun or not isinstance(error, Exception) or not is_oom(error, handled=handled):
-                _note_update(error, begun=begun, stepped=stepped)
+            for optimizer in self.optimizers if self.scaler is not None else ():
+                # After a checkpoint is loaded, unscale_() must not raise that it was called already.
+                _write_entry(self.scaler, optimizer, None)
+            if not isinstance(error, Exception) or not is_oom(error, handled=handled):
+                _note_update(error, stepped=stepped)
                 raise
             reason = describe_error(error, handled=handled)
         finally:
-            if begun:
-                # An autocast block around the whole loop caches casts of weights that have moved.
-                torch.clear_autocast_cache()
+            self._made, self._entries = [], []
+            # An autocast block around the whole loop caches casts of weights that have moved.
+            torch.clear_autocast_cache()
         if reason is not None:
             raise CannotRetry(
-                f"memory ended inside the optimizer's step ({reason}): parameters may have moved, {self.advise()}"
+                f"ran out of memory inside the optimizer's step ({reason}): parameters may have moved, "
+                f"{explain_no_retry(step, self.plan)}"
             )
 
-    def _prepare(self) -> float:
+    def _scale_and_clip(self) -> float:
         """Unscale and clip; returns the scale of the losses."""
         if self.scaler is not None:
             for optimizer in self.optimizers:
@@ -121,19 +131,12 @@ class Update:
         # Reading the scale waits for the device: only where the scheduler needs to know whether the optimizer stepped.
         return self.scaler.get_scale() if self.scaler is not None and self.schedulers else 0.0
 
-    def _end_step(self, scale: float) -> None:
+    def _end_step(self) -> None:
         if self.scaler is not None:
             self.scaler.update()
         # The scale only falls when infinities made the scaler skip a step.
-        if self.schedulers and (self.scaler is None or self.scaler.get_scale() >= scale):
+        if self.schedulers and (self.scaler is None or self.scaler.get_scale() >= self._scale):
             self._step_schedulers()
-
-    def _read_entries(self) -> Sequence[dict[str, Any] | None]:
-        return [_read_entry(self.scaler, optimizer) for optimizer in self.optimizers]
-
-    def _write_entries(self, entries: Sequence[dict[str, Any] | None]) -> None:
-        for optimizer, entry in zip_longest(self.optimizers, entries):
-            _write_entry(self.scaler, optimizer, entry)
 
     def _step_schedulers(self) -> None:
         """Let the user's own error pass, with a note that the update was made."""
@@ -146,11 +149,11 @@ class Update:
             raise
 
 
-def _note_update(error: BaseException, *, begun: bool, stepped: bool) -> None:
+def _note_update(error: BaseException, *, stepped: bool) -> None:
     """Say what an error other than a shortage of memory has left."""
-    if begun and not isinstance(error, Exception):
+    if not isinstance(error, Exception):
         add_note(error, _INTERRUPTED)
-    elif begun and not stepped:
+    elif not stepped:
         note_where(error, "your optimizer.step()", "autobatch.Runner")
 
 

@@ -7,9 +7,10 @@ several ranks agree on that of ``distributed``.
 
 from __future__ import annotations
 
+import sys
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
@@ -28,7 +29,7 @@ from autobatch.distributed.ranks import (
 )
 from autobatch.distributed.sharded_step import ShardedStep, begin_step
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import DoesNotFit, InvalidArgument
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.events import Hook
 from autobatch.events.rank_step import RankStep
 from autobatch.ledger.ledger import Ledger
@@ -36,6 +37,7 @@ from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
+from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.result import StepResult
@@ -43,7 +45,6 @@ from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.default_step import default_step
 from autobatch.step.gradient_hooks import refuse_sample_gradients
 from autobatch.step.workload import Step, Weigh, Workload
-from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.binding import describe_binding, make_accumulation, make_pace, refuse_unlike_bindings
 from autobatch.training.free_memory import FreeMemory
@@ -67,14 +68,13 @@ from autobatch.training.sample_lengths import SampleLengths
 from autobatch.training.step_errors import (
     check_plan,
     check_rank,
-    explain_no_retry,
     explain_shortage,
     refuse_larger_micro_batches,
 )
 from autobatch.training.step_events import StepEvents, check_hooks
+from autobatch.undo.interrupts import deferred_interrupts
+from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
-
-__all__ = ["StepRunner"]
 
 _NO_OPTIMIZER = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
 
@@ -90,10 +90,6 @@ _NO_COPY = (
     "a Runner cannot be copied or pickled, as it is bound to one model and one optimizer: make one of runner.plan, and "
     "give it runner.state_dict()"
 )
-
-# No public way; torch's stubs do not know them.
-_read_function_state = torch._C._get_torch_function_state  # type: ignore[attr-defined]  # noqa: SLF001
-_set_function_state = torch._C._set_torch_function_state  # type: ignore[attr-defined]  # noqa: SLF001
 
 _FIRST_STEPS = 2
 """Number of steps, from the start or from a loaded state, in which a CPU's default budget is enforced.
@@ -185,7 +181,15 @@ class StepRunner:
             self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
             self._batches = self._read_division(cut, lengths)
             self._update = self._make_update(optimizers, scaler, max_grad_norm, schedulers) if optimizers else None
-            self._accumulation = self._make_accumulation(scaler, check_objects(keep), backward)
+            self._accumulation = make_accumulation(
+                plan,
+                self._workload,
+                self._device,
+                is_sharded=self._is_sharded,
+                scaler=scaler,
+                keep=check_objects(keep),
+                backward=backward,
+            )
             self._pace = self._set_pace(plan.smallest_micro_batch)
             # Steps on a substitute for a device are not recorded, and those of all ranks are one run, the first's.
             recorder = None if isinstance(device, Device) or plan.rank else RunRecorder(plan, Ledger.open())
@@ -194,6 +198,7 @@ class StepRunner:
             self._progress, self._sizes = Progress(), StepSizes(sum(plan.micro_batch_sizes))
             self._stepped = SteppedObjects(optimizers, scaler, schedulers)
             self._peak_bytes, self._has_reported_gradients, self._is_running, self._samples = 0, False, False, 0
+            self._has_thrashed = False
             if self._ranks is not None:
                 said.append(
                     describe_binding(
@@ -217,28 +222,8 @@ class StepRunner:
     def _make_update(
         self, optimizers: Sequence[Any], scaler: Any, max_grad_norm: float | None, schedulers: Sequence[Any]
     ) -> Update:
-        this, plan = weakref.proxy(self), self.plan
-        return Update(
-            optimizers=optimizers,
-            check_memory=self._free_memory.check_update,
-            advise=lambda: explain_no_retry(this.steps, plan),
-            scaler=scaler,
-            max_grad_norm=None if self._is_sharded else max_grad_norm,
-            schedulers=schedulers,
-        )
-
-    def _make_accumulation(self, scaler: Any, keep: Sequence[Any], backward: Backward | None) -> Accumulation:
-        this = weakref.proxy(self)  # in place of self: in a reference cycle the model would be freed late
-        return make_accumulation(
-            self.plan,
-            self._workload,
-            self._device,
-            lambda shortage: this._shrink(shortage),  # noqa: PLW0108, SLF001 - a bound method would hold self
-            is_sharded=self._is_sharded,
-            scaler=scaler,
-            keep=keep,
-            backward=backward,
-        )
+        norm = None if self._is_sharded else max_grad_norm
+        return Update(optimizers, self.plan, scaler=scaler, max_grad_norm=norm, schedulers=schedulers)
 
     @property
     def micro_batch_size(self) -> int:
@@ -431,77 +416,178 @@ class StepRunner:
         raise InvalidArgument(_NO_COPY)
 
     def _run(self, batches: Iterable[Any], *, update: bool, is_cut: bool = False) -> StepResult:
-        started, function_state = time.perf_counter(), _read_function_state()
-        shared = self._begin_shared(update=update)
+        """Run a step, count it, and report it."""
+        if self._is_running:
+            raise InvalidArgument(_INSIDE_ITSELF)
+        started, shared = time.perf_counter(), None
         try:
+            self._is_running, shared = True, self._begin_shared(update=update)
             if shared is not None:
                 shared.begin()
             layouts = self._describe([*batches], update=update, is_cut=is_cut)
-            accumulate = self._accumulate_counted if self._begin_counting() else self._accumulate
-            accumulated, thrashed = accumulate(layouts, shared, update=update)
-            ranks = () if shared is None else self._end(shared, accumulated)
-            # Counted before anything is reported: an interrupt there must not make it a failed step.
-            step, self.steps = self.steps, self.steps + (accumulated is not None and accumulated.loss is not None)
+            with self._limit_memory(layouts):
+                try:
+                    done = self._run_step(layouts, shared, update=update)
+                except Exception as error:
+                    if not self._needs_two_samples(error):
+                        raise
+                    done = self._run_step(layouts, shared, update=update)
+            ranks = () if shared is None else self._end(shared, done)
+            step, self.steps = self.steps, self.steps + (done is not None)
         except BaseException as error:
-            self._fail(shared, error, function_state)
+            if shared is not None:
+                shared.fail(error)
+            self._stepped.forget()
+            self._events.report_failed(self.steps, error)
             raise
         finally:
+            self._is_running = False
             if shared is not None:
                 shared.close()
-        self._sizes.last = self._samples or self._sizes.last
         self._stepped.note(is_ours=update and self._is_in_users_loop)
-        if accumulated is None or accumulated.loss is None:
+        if done is None:
             return self._skip(layouts, started)
+        return self._report(step, done, shared, ranks, started, update=update)
+
+    def _run_step(
+        self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
+    ) -> AccumulationState | None:
+        """Run one step: all of it, or nothing happened.
+
+        Returns:
+            The loss and the sizes; ``None`` where no sample counts for anything, so that a mean has no value.
+        """
+        accumulation, pace, handled = self._accumulation, self._pace, sys.exc_info()[1]
+        undo = accumulation.record()  # before anything moves
+        try:
+            undo.gradients.set_aside()
+            progress = accumulation.begin(layouts, self._begin_pace(layouts), undo, shared)
+            while (shortage := accumulation.attempt(progress, undo)) is not None:
+                # Only now, after the ``except`` block in attempt(), has the traceback let go of the step's tensors.
+                undo.restart()
+                self._device.reclaim()
+                accumulation.cut_again(progress, self._choose_size(shortage))
+            if progress.loss is not None or shared is not None:
+                accumulation.complete(progress, undo, shared)
+            if progress.loss is not None:
+                self._finish(undo, shared, update=update)
+                return progress
+            reason = ""
+        except BaseException as error:
+            if undo.is_released:  # the update had begun
+                raise
+            self._pace = pace  # a step that was undone does not count
+            if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
+                accumulation.undo(undo)
+                raise
+            reason = describe_error(error, handled=handled)
+        accumulation.undo(undo)
+        if not reason:
+            return None
+        self._device.reclaim()
+        raise DoesNotFit(
+            f"ran out of memory after the last backward pass, before the update ({reason}); the step was undone: free "
+            f"memory or give fit() more headroom="
+        )
+
+    def _finish(self, undo: Undo, shared: SharedStep | None, *, update: bool) -> None:
+        """Commit: up to here all can be undone, from here on nothing is. Then step the optimizer, once."""
+        applied = self._update if update else None
+        try:
+            if applied is not None:
+                self._free_memory.check_update()
+                applied.prepare()  # optimizer state, unscaling, clipping: the last that can fail on one rank alone
+            if shared is not None:
+                shared.agree_on_update()
+        except BaseException:
+            if applied is not None:
+                applied.cancel()
+            raise
+        if applied is None:
+            with deferred_interrupts():
+                undo.gradients.settle()
+                self._accumulation.commit(undo)
+            return
+        try:
+            self._accumulation.commit(undo)
+            applied.apply(self.steps)
+        finally:
+            if undo.is_released:
+                self._accumulation.drop_gradients()
+
+    def _report(
+        self,
+        step: int,
+        done: AccumulationState,
+        shared: SharedStep | None,
+        ranks: tuple[RankStep, ...],
+        started: float,
+        *,
+        update: bool,
+    ) -> StepResult:
+        """Report a finished step, and choose the next one's size."""
+        assert done.loss is not None  # noqa: S101 - narrows for mypy
+        self._sizes.last = self._samples
         result = StepResult(
-            loss=accumulated.loss,
-            micro_batch_sizes=accumulated.micro_batch_sizes,
-            retries=accumulated.retries,
+            loss=done.loss,
+            micro_batch_sizes=done.micro_batch_sizes,
+            retries=done.retries,
             peak_bytes=self._peak_bytes,
             seconds=time.perf_counter() - started,
-            aux=tuple(accumulated.aux),
+            aux=tuple(done.aux),
             ranks=ranks,
             gradient_norm=self._read_norm(shared) if update and self._max_grad_norm is not None else None,
-            samples=rows_of(accumulated.done) if self._batches.lengths or self._batches.cut else (),
+            samples=rows_of(done.done) if self._batches.lengths or self._batches.cut else (),
         )
-        if update and self._accumulation.had_gradients and not self._has_reported_gradients:
+        if update and done.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
             self._events.report_earlier_gradients(step)
         self._events.report_finished(step, result)
-        largest = map(find_scale, accumulated.done) if self._batches.lengths else result.micro_batch_sizes
-        pace = self._pace.after_step(max(largest, default=0), thrashed=thrashed)
+        largest = map(find_scale, done.done) if self._batches.lengths else result.micro_batch_sizes
+        pace = self._pace.after_step(max(largest, default=0), thrashed=self._has_thrashed)
         if pace is not self._pace:
             self._change_pace(pace, self.steps)
         return result
 
-    def _fail(self, shared: SharedStep | None, error: BaseException, function_state: Any) -> None:
-        # An interrupt at the end of a ``with`` block of ours must not leave __torch_function__ disabled.
-        _set_function_state(function_state)
-        if shared is not None:
-            shared.fail(error)
-        self._stepped.forget()
-        self._events.report_failed(self.steps, error)
+    def _needs_two_samples(self, error: BaseException) -> bool:
+        """Whether the model refuses a micro-batch of one sample; a plan without trials does not know that."""
+        if self._is_sharded or self._accumulation.smallest > 1 or not refuses_one_sample(error):
+            return False
+        self._accumulation.smallest = 2
+        self._pace = self._set_pace(smallest=2)
+        return True
 
-    def _read_norm(self, shared: SharedStep | None) -> torch.Tensor | None:
-        source = shared if isinstance(shared, ShardedStep) else self._update
-        return None if source is None else source.gradient_norm
+    def _begin_pace(self, layouts: Sequence[Layout]) -> int:
+        """The size with which a step begins."""
+        smallest = self._accumulation.smallest
+        if smallest > self._pace.smallest:  # of sharded parameters all ranks learn it inside a step
+            self._pace = replace(self._pace, smallest=smallest)
+        if smallest > 1:
+            refuse_larger_micro_batches(layouts, self.plan, smallest, self._workload.model)
+        return self._pace.size
 
     def _begin_shared(self, *, update: bool) -> SharedStep | None:
-        if self._is_running:
-            raise InvalidArgument(_INSIDE_ITSELF)
         if self._ranks is None:
             return None
         if not update:
             return begin_step(self._ranks, self.steps, "accumulate", None, None)
         return begin_step(self._ranks, self.steps, "step", self._workload.optimizer, self._max_grad_norm)
 
-    def _end(self, shared: SharedStep, accumulated: AccumulationState | None) -> tuple[RankStep, ...]:
-        sizes, retries = (accumulated.micro_batch_sizes, accumulated.retries) if accumulated else ((), 0)
+    def _end(self, shared: SharedStep, done: AccumulationState | None) -> tuple[RankStep, ...]:
+        sizes, retries = (done.micro_batch_sizes, done.retries) if done else ((), 0)
         return shared.end(micro_batch_size=max(sizes, default=0), retries=retries, peak_bytes=self._peak_bytes)
 
-    def _accumulate_counted(
-        self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
-    ) -> tuple[AccumulationState | None, bool]:
-        """Accumulate inside the budget; returns also whether the allocator had to give memory back."""
+    def _read_norm(self, shared: SharedStep | None) -> torch.Tensor | None:
+        source = shared if isinstance(shared, ShardedStep) else self._update
+        return None if source is None else source.gradient_norm
+
+    @contextmanager
+    def _limit_memory(self, layouts: Sequence[Layout]) -> Iterator[None]:
+        """Enforce the budget and measure the peak; on a CPU, where that takes time, not in every step."""
+        self._has_thrashed = False
+        if not self._begin_counting():
+            yield
+            return
         self._device.watch(self._workload.resident_tensors())
         if self._ranks is not None:
             self._device.watch(self._ranks.reduction.buckets())
@@ -511,32 +597,9 @@ class StepRunner:
             self._change_pace(self._look_ahead(), self.steps)
             self._device.reset_peak()
             before = self._device.usage()
-            accumulated, _ = self._accumulate(layouts, shared, update=update)
+            yield
             usage = self._device.usage()
-        self._peak_bytes = usage.peak_allocated
-        return accumulated, usage.alloc_retries > before.alloc_retries
-
-    def _accumulate(
-        self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
-    ) -> tuple[AccumulationState | None, bool]:
-        pace_before, apply = self._pace, self._update.run if update and self._update is not None else None
-        if self._accumulation.smallest > self._pace.smallest:  # of sharded parameters all ranks learn it inside a step
-            self._pace = pace_before = replace(self._pace, smallest=self._accumulation.smallest)
-        if self._accumulation.smallest > 1:
-            refuse_larger_micro_batches(layouts, self.plan, self._accumulation.smallest, self._workload.model)
-        try:
-            self._is_running = True
-            return self._accumulation.run(layouts, pace_before.size, apply, shared), False
-        except BaseException as error:
-            self._pace = pace_before  # a step that was undone does not count
-            if self._is_sharded or self._accumulation.smallest > 1 or not refuses_one_sample(error):
-                raise
-        finally:
-            self._is_running = False
-        # A plan without trials does not know it. Everything is as before the step: it can be run again.
-        self._accumulation.smallest = 2
-        self._pace = self._set_pace(smallest=2)
-        return self._accumulate(layouts, shared, update=update)
+        self._peak_bytes, self._has_thrashed = usage.peak_allocated, usage.alloc_retries > before.alloc_retries
 
     def _set_pace(self, smallest: int) -> Pace:
         if self._batches.lengths is not None:
@@ -592,7 +655,14 @@ class StepRunner:
             self._events.report_pace(step, self._pace.size, pace)
         self._pace = pace
 
-    def _shrink(self, shortage: Shortage) -> int:
+    def _choose_size(self, shortage: Shortage) -> int:
+        """The size of the next attempt.
+
+        Raises:
+            DoesNotFit: The micro-batch that ran out of memory cannot be smaller.
+        """
+        if not shortage.failed_size:  # another rank ran out of memory
+            return self._pace.size
         least = max(shortage.least_size, self._pace.smallest)
         if shortage.failed_size <= least:
             used = self._device.usage().allocated

@@ -1,9 +1,8 @@
 """Records what Python containers below an object hold, and restores it.
 
-Covers dicts, lists, sets, deques and byte arrays, the attributes of dataclasses and ``SimpleNamespace``, and of classes
-derived from those containers, tuples of these, and by value the arrays and generators of ``value_copy``. Attributes may
-be in slots. Entries are recorded by identity: a number that was counted up is another object. Does not cover the values
-of tensors, nor objects of other classes.
+Containers are dicts, lists, sets, deques and byte arrays, classes derived from them, dataclasses and
+``SimpleNamespace``, with their slots, tuples of these, and arrays and generators, which are copied. Entries are
+recorded by identity: a number that was counted up is another object. Values of tensors are recorded elsewhere.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import partial
-from itertools import chain
-from operator import is_, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
@@ -24,20 +21,21 @@ from torch import nn
 from autobatch.undo.slots import Slots, has_slots, own_attributes
 from autobatch.undo.value_copy import ValueCopy, is_copied_by_value, is_fixed
 
-__all__ = [
-    "VALUES_OF",
-    "Contents",
-    "Found",
-    "Watch",
-    "are_same",
-    "children_of",
-    "find_contents",
-    "put_entries_back",
-    "record_contents",
-]
 
-_PLAIN, _CONTAINER, _OWN_CONTAINER, _TUPLE, _FIELDS, _VALUE, _TENSOR, _MODULE, _OPAQUE = range(9)
-_CONTAINERS = (_CONTAINER, _OWN_CONTAINER)
+class Kind(Enum):
+    """What is done with an object of some type."""
+
+    PLAIN = 0
+    CONTAINER = 1
+    OWN_CONTAINER = 2  # of a class with attributes
+    TUPLE = 3
+    FIELDS = 4
+    VALUE = 5
+    TENSOR = 6
+    MODULE = 7
+
+
+_CONTAINERS = (Kind.CONTAINER, Kind.OWN_CONTAINER)
 
 _HOLD_NOTHING = frozenset(
     (
@@ -48,10 +46,7 @@ _HOLD_NOTHING = frozenset(
 )
 """The types of most attributes. A function may hold a tensor, but is rarely made anew in each step."""
 
-VALUES_OF = methodcaller("values")
-"""Of a dict, in C."""
-
-_MOST_ENTRIES = 1000
+MOST_ENTRIES = 1000
 """Of a larger container, such as a vocabulary or a replay buffer, only the entries are recorded, not what they hold:
 with 20,000 tensors that took 84 ms a step."""
 
@@ -74,27 +69,20 @@ class Found:
 
     Attributes:
         contents: What each container, array and generator held.
-        empty: Containers that held nothing.
         tensors: The tensors in attributes and containers, each once.
         modules: The modules that were reached, each once.
-        may_hold_more: Whether some object was not looked into that may hold tensors.
     """
 
     contents: list[Contents]
-    empty: list[Any]
     tensors: list[torch.Tensor]
     modules: list[nn.Module]
-    may_hold_more: bool = False
 
     def are_current(self) -> bool:
         """Whether all of them still hold the same; values of tensors are not compared."""
-        return not any(self.empty) and all(content.is_current() for content in self.contents)
+        return all(content.is_current() for content in self.contents)
 
     def put_back(self) -> None:
         """Restore all of them. Can be done any number of times."""
-        for container in self.empty:
-            if container:
-                container.clear()
         for content in self.contents:
             content.put_back()
 
@@ -110,41 +98,45 @@ def find_contents(roots: Iterable[Any], seen: set[int] | None = None) -> Found:
         Contents, tensors and modules. Modules are not looked into: their attributes are roots of their own.
     """
     seen = set() if seen is None else seen
-    found = Found([], [], [], [])
+    found = Found([], [], [])
     waiting = [*roots]
-    while waiting:
-        # By level, and by type first: a model has some thousand attributes, and nearly all of them are plain.
-        level, waiting = [(kind, value) for value in waiting if (kind := _KINDS[type(value)])], []
-        for kind, value in level:
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if kind == _TENSOR:
-                found.tensors.append(value)
-            elif kind == _MODULE:
-                found.modules.append(value)
-            elif kind == _CONTAINER and not value:
-                found.empty.append(value)  # most of a module's tables are: no entry is made for each
-            elif kind == _OPAQUE:
-                found.may_hold_more = True
-            else:
-                found.may_hold_more |= kind in _CONTAINERS and len(value) > _MOST_ENTRIES
-                content = record_contents(value)
-                found.contents.extend([] if content is None else [content])
-                waiting += children_of(value)
+    for value in waiting:  # grows while it is read
+        kind = KINDS[type(value)]
+        if kind is Kind.PLAIN or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if kind is Kind.TENSOR:
+            found.tensors.append(value)
+        elif kind is Kind.MODULE:
+            found.modules.append(value)
+        else:
+            content = record_contents(value)
+            found.contents += [] if content is None else [content]
+            waiting += children_of(value)
     return found
+
+
+def find_containers(roots: Iterable[Any]) -> set[int]:
+    """The ids of the containers below some objects; modules are not looked into."""
+    seen: set[int] = set()
+    waiting = [*roots]
+    for value in waiting:  # grows while it is read
+        if KINDS[type(value)] in (*_CONTAINERS, Kind.TUPLE, Kind.FIELDS) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += children_of(value)
+    return seen
 
 
 def record_contents(value: Any) -> Contents | None:
     """Record what a container, an array or a generator holds; ``None`` for a tuple, which cannot change, and others."""
-    kind = _KINDS[type(value)]
-    if kind == _VALUE:
+    kind = KINDS[type(value)]
+    if kind is Kind.VALUE:
         return None if is_fixed(value) else ValueCopy(value)
-    if kind == _CONTAINER:
+    if kind is Kind.CONTAINER:
         return _Entries(value)
-    if kind == _OWN_CONTAINER:
+    if kind is Kind.OWN_CONTAINER:
         return _Parts([_Entries(value), *_record_attributes(value)])  # in this order: a class may count what is set
-    if kind == _FIELDS:
+    if kind is Kind.FIELDS:
         attributes = _record_attributes(value)
         return attributes[0] if len(attributes) == 1 else _Parts(attributes)
     return None
@@ -156,77 +148,28 @@ def _record_attributes(value: Any) -> list[Contents]:
 
 
 def children_of(value: Any) -> list[Any]:
-    """The entries of a container, its keys too, or of a tuple, or the fields of a dataclass."""
-    kind = _KINDS[type(value)]
-    attributes = own_attributes(value) if kind in (_FIELDS, _OWN_CONTAINER) else []
-    if kind in _CONTAINERS and len(value) > _MOST_ENTRIES:
+    """Entries of a container or a tuple, keys too, or fields of a dataclass."""
+    kind = KINDS[type(value)]
+    attributes = own_attributes(value) if kind in (Kind.FIELDS, Kind.OWN_CONTAINER) else []
+    if kind in _CONTAINERS and len(value) > MOST_ENTRIES:
         return attributes
     if isinstance(value, dict):
         return [*attributes, *value.keys(), *value.values()]
-    return [*attributes, *value] if kind in (*_CONTAINERS, _TUPLE) else attributes
+    return [*attributes, *value] if kind in (*_CONTAINERS, Kind.TUPLE) else attributes
 
 
 def put_entries_back(held: dict[str, Any], entries: dict[str, Any]) -> None:
-    """Make an object's ``__dict__`` hold these entries again; one that has not changed is not touched."""
-    if are_same([*held.keys()], [*entries.keys()]) and are_same([*held.values()], [*entries.values()]):
+    """Make an object's ``__dict__`` hold these entries; one that has not changed is not written into."""
+    if is_same([*held.keys()], [*entries.keys()]) and is_same([*held.values()], [*entries.values()]):
         return
     for name in [name for name in held if name not in entries]:
         del held[name]
     held.update(entries)
 
 
-def are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+def is_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Whether two sequences hold the very same objects in the same order."""
-    return len(first) == len(second) and all(map(is_, first, second))
-
-
-class Watch:
-    """Whether many objects are of the same class, and their attributes, and what lies below, still what they were.
-
-    A model has some thousand entries, and this is asked in every step: all are compared by functions in C.
-    """
-
-    def __init__(self, owners: Sequence[Any], found: Iterable[Found] = ()) -> None:
-        """Record what they hold now.
-
-        Args:
-            owners: Objects with attributes, such as modules.
-            found: What is below them.
-        """
-        self._owners, self._classes = owners, [*map(type, owners)]
-        self._dicts: list[dict[Any, Any]] = [owner.__dict__ for owner in owners]
-        self._names = [*chain.from_iterable(self._dicts)]
-        self._rows: list[Any] = []
-        self._empty: list[Any] = []
-        self._others: list[Contents] = []
-        for below in found:
-            self._empty += below.empty
-            for content in below.contents:
-                self._add(content)
-        self._lengths = [*map(len, self._dicts), *map(len, self._rows)]
-        self._held = [*chain.from_iterable(map(VALUES_OF, self._dicts)), *chain.from_iterable(self._rows)]
-        self._keys = [*chain.from_iterable(self._dicts[len(owners) :])]
-
-    def _add(self, content: Contents) -> None:
-        if not isinstance(content, _Entries):
-            self._others.append(content)
-        elif isinstance(content.container, dict):
-            self._dicts.append(content.container)
-        else:
-            self._rows.append(content.container)
-
-    def is_current(self) -> bool:
-        """Whether they do; values of tensors are not compared."""
-        dicts, rows, owned = self._dicts, self._rows, len(self._owners)
-        return (
-            not any(self._empty)
-            and all(map(is_, map(type, self._owners), self._classes))
-            and [*map(len, dicts), *map(len, rows)] == self._lengths
-            and all(map(is_, chain(chain.from_iterable(map(VALUES_OF, dicts)), *rows), self._held))
-            and [*chain.from_iterable(dicts[:owned])] == self._names  # names are strings, which compare in no time
-            and all(map(is_, chain.from_iterable(dicts[owned:]), self._keys))
-            and (not self._others or all(content.is_current() for content in self._others))
-        )
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
 class _Entries:
@@ -240,7 +183,7 @@ class _Entries:
 
     def is_current(self) -> bool:
         keys, values = _entries_of(self.container)
-        return are_same(keys, self._keys) and are_same(values, self._values)
+        return is_same(keys, self._keys) and is_same(values, self._values)
 
     def put_back(self) -> None:
         if self.is_current():
@@ -279,37 +222,37 @@ def _entries_of(container: Any) -> tuple[list[Any], list[Any]]:
     return [], list(container)
 
 
-class _Kinds(dict[type, int]):
-    """What kind of object each type makes, decided once a type."""
-
-    def __missing__(self, found: type) -> int:
-        self[found] = kind = _kind_of(found)
-        return kind
-
-
-_KINDS = _Kinds()
-
-
 _KINDS_OF_BASES = (
-    (torch.Tensor, _TENSOR),
-    (nn.Module, _MODULE),
-    ((dict, list, set, deque, bytearray), _CONTAINER),
-    (tuple, _TUPLE),
+    (torch.Tensor, Kind.TENSOR),
+    (nn.Module, Kind.MODULE),
+    ((dict, list, set, deque, bytearray), Kind.CONTAINER),
+    (tuple, Kind.TUPLE),
 )
 
 _STANDARD = frozenset((dict, list, set, deque, bytearray, Counter, OrderedDict, defaultdict))
 """Of which hardly one has attributes: a model has thousands."""
 
 
-def _kind_of(found: type) -> int:
+class _Kinds(dict[type, Kind]):
+    """What is done with objects of each type, decided once a type."""
+
+    def __missing__(self, found: type) -> Kind:
+        self[found] = kind = _kind_of(found)
+        return kind
+
+
+KINDS = _Kinds()
+
+
+def _kind_of(found: type) -> Kind:
     has_attributes = bool(found.__dictoffset__ or has_slots(found))
     for base, kind in _KINDS_OF_BASES:
         if issubclass(found, base):
-            is_own = kind == _CONTAINER and has_attributes and found not in _STANDARD
-            return _OWN_CONTAINER if is_own else kind
+            is_own = kind is Kind.CONTAINER and has_attributes and found not in _STANDARD
+            return Kind.OWN_CONTAINER if is_own else kind
     if is_copied_by_value(found):
-        return _VALUE
+        return Kind.VALUE
     if found in _HOLD_NOTHING or issubclass(found, (type, Enum)):
-        return _PLAIN
+        return Kind.PLAIN
     has_fields = dataclasses.is_dataclass(found) or issubclass(found, SimpleNamespace)
-    return _FIELDS if has_fields and has_attributes else _OPAQUE
+    return Kind.FIELDS if has_fields and has_attributes else Kind.PLAIN

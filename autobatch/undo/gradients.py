@@ -1,87 +1,46 @@
-"""Sets gradients aside, restores or adds them, and sums narrow ones in float32.
-
-Covers dense and sparse gradients of leaf parameters; ``None`` stays ``None``. Does not cover when any of it happens
-(``training.transaction``, ``training.accumulation``).
-"""
+"""Sets earlier gradients aside and adds them later, and sums narrow gradients in float32."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress, repeat
-from operator import attrgetter, is_, is_not
 
 import torch
 
-from autobatch.errors import InvalidArgument
 from autobatch.undo.sparse_gradients import widen
 from autobatch.undo.tensor_header import is_uninitialized
-
-__all__ = ["NARROW", "Float32Sums", "GradientStamps", "GradientsAside", "gradient_dtype"]
 
 NARROW = (torch.bfloat16, torch.float16)
 """Dtypes in which a sum loses small numbers beside large ones."""
 
-# Read by functions in C: a generator costs a Python call for each parameter, in every micro-batch.
-_GRADIENT = attrgetter("grad")
-_VERSION = attrgetter("_version")
-_IS_SPARSE = attrgetter("is_sparse")
-_IS_LEAF = attrgetter("is_leaf")
-# torch 2.8 has no such attribute. Other dtypes, and None for any dtype, are looked at one by one.
-_GRADIENT_DTYPE = attrgetter("grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype")
-_ALL_WIDE = frozenset((torch.float32, torch.float64))
 
-
-class GradientsAside:
-    """Gradients from before a step: references moved out of the way, so that the step begins with none.
+class EarlierGradients:
+    """Gradients from before a step: out of its way, and added to its own at the end.
 
     Attributes:
-        is_final: Whether the step can no longer be undone: gradients from before do not come back.
-        are_there: Whether any parameter had one.
+        parameters: Whose gradients they are.
+        gradients: Their ``.grad`` before the step, which may be ``None``.
     """
 
-    def __init__(self, stamps: GradientStamps) -> None:
-        """Note every ``.grad`` as stamped; nothing is moved yet."""
-        self._parameters, self._gradients = stamps.parameters, stamps.gradients
-        self.are_there = bool(stamps.present)
-        self._is_spent = False
-        self.is_final = False
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Note every ``.grad``; nothing is moved yet."""
+        self.parameters = parameters
+        self.gradients: Sequence[torch.Tensor | None] = [parameter.grad for parameter in parameters]
+        self.are_there = any(gradient is not None for gradient in self.gradients)
 
-    def gradients(self) -> Sequence[torch.Tensor | None]:
-        """What was noted, a parameter each."""
-        return self._gradients
-
-    def take(self) -> None:
+    def set_aside(self) -> None:
         """Set every ``.grad`` to ``None``."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
-    def end(self) -> None:
-        """Restore every ``.grad``; after ``settle`` leave the sums, after ``spend`` set ``None``."""
-        if self.is_final and not self._is_spent:
-            return
-        try:
-            self._put_back()
-        except BaseException:
-            self._put_back()  # interrupted: half of it would be neither before nor after
-            raise
-
-    def _put_back(self) -> None:
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+    def restore(self) -> None:
+        """Put every ``.grad`` back."""
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
-
-    def spend(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Let ``end`` set every ``.grad`` to ``None``, since the update uses them.
-
-        Args:
-            parameters: The parameters now: a forward pass may have made some.
-        """
-        gone: tuple[Sequence[torch.Tensor], list[torch.Tensor | None]] = (parameters, [None] * len(parameters))
-        (self._parameters, self._gradients), self._is_spent, self.is_final = gone, True, True
 
     @torch.no_grad()
     def add(self) -> None:
-        """Make ``.grad`` the sum with what was there; the earlier gradients stay as they are, so this can be undone."""
-        for parameter, earlier in zip(self._parameters, self._gradients, strict=True):
+        """Make ``.grad`` the sum with what was there; the earlier gradients are not written into."""
+        for parameter, earlier in zip(self.parameters, self.gradients, strict=True):
             new = parameter.grad
             if earlier is None:
                 continue
@@ -98,22 +57,11 @@ class GradientsAside:
 
         An earlier sparse gradient cannot take a dense sum: there the new tensor stays, as after ``backward``.
         """
-        pairs = zip(self._parameters, self._gradients, strict=True)
-        sums = [(parameter, earlier, parameter.grad) for parameter, earlier in pairs if earlier is not None]
-        self.is_final = True
-        try:
-            _move(sums)
-        except BaseException:
-            _move(sums)  # interrupted: it cannot be undone, but moving twice is moving once
-            raise
-
-
-def _move(sums: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
-    for parameter, earlier, total in sums:
-        if total is None or total is earlier or total.is_sparse != earlier.is_sparse:
-            continue
-        earlier.copy_(total)
-        parameter.grad = earlier
+        for parameter, earlier in zip(self.parameters, self.gradients, strict=True):
+            total = parameter.grad
+            if earlier is not None and total is not None and total.is_sparse == earlier.is_sparse:
+                earlier.copy_(total)
+                parameter.grad = earlier
 
 
 class Float32Sums:
@@ -124,7 +72,6 @@ class Float32Sums:
     8e-5. A sum takes 4 bytes a parameter.
 
     Attributes:
-        writes: How often any sum has been written to.
         hooks: On the parameters whose gradients are summed.
     """
 
@@ -132,23 +79,19 @@ class Float32Sums:
         """Nothing is summed before ``begin``."""
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.writes = 0
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """Sum the gradients of narrow parameters from now on; a second call before ``end`` does nothing."""
-        if not self.hooks and not _ALL_WIDE.issuperset(map(_GRADIENT_DTYPE, filter(_IS_LEAF, parameters))):
-            narrow = (
-                p
-                for p in parameters
-                if p.is_leaf and p.requires_grad and gradient_dtype(p) in NARROW and not is_uninitialized(p)
-            )
-            for parameter in narrow:  # one by one: an interrupt leaves at most one that ``end`` does not know
+        if self.hooks:
+            return
+        for parameter in parameters:
+            is_narrow = parameter.is_leaf and parameter.requires_grad and gradient_dtype(parameter) in NARROW
+            if is_narrow and not is_uninitialized(parameter):
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
 
     @torch.no_grad()
     def _add(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None  # noqa: S101 - narrows for mypy: torch calls this when it has written .grad
-        self.writes += 1
         total = self._sums.get(parameter)
         if total is None:
             self._sums[parameter] = parameter.grad.float()
@@ -184,8 +127,7 @@ class Float32Sums:
             total.mul_(factor)
 
     def take(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The sums by parameter, for somebody else to write."""
-        self.writes = 0
+        """Return the sums by parameter, for somebody else to write."""
         return self._sums
 
     @torch.no_grad()
@@ -200,79 +142,10 @@ class Float32Sums:
         for hook in self.hooks:
             hook.remove()
         self._sums.clear()
-        self.hooks, self.writes = [], 0
+        self.hooks = []
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """What ``.grad`` of this parameter is in."""
     # torch 2.8 has no such attribute; None means that any dtype may stand there.
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-class GradientStamps:
-    """The gradients at one moment and their counts of writes, to see whether a backward pass has touched any.
-
-    torch either writes ``.grad`` in place, which raises its ``_version``, or puts another tensor there
-    (``torch/csrc/autograd/functions/accumulate_grad.h``). The stamp holds the old reference, so an address cannot come
-    back.
-
-    Attributes:
-        parameters: Whose gradients they are.
-        gradients: Their ``.grad``, which may be ``None``.
-        present: The gradients that were there.
-        any_sparse: Whether any of them is sparse.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:
-        """Stamp every parameter's gradient, and the sums beside them."""
-        self.parameters, self._sums = parameters, sums
-        self.gradients: Sequence[torch.Tensor | None] = ()
-        self.present: list[torch.Tensor] = []
-        self.any_sparse = False
-        self.renew()
-
-    def renew(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """Stamp them as they are now; ``parameters`` are other ones from now on."""
-        if parameters is not None:
-            self.parameters, self.gradients = parameters, ()
-        gradients = list(map(_GRADIENT, self.parameters))
-        if not self.gradients or not all(map(is_, gradients, self.gradients)):
-            self.gradients = gradients
-            self.present = list(compress(gradients, map(is_not, gradients, repeat(None))))
-            self.any_sparse = any(map(_IS_SPARSE, self.present))
-        self._versions = list(map(_VERSION, self.present))
-        self._writes = self._sums.writes
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The gradients that were stamped, and the sums."""
-        return self.present + self._sums.tensors()
-
-    def unchanged(self) -> bool:
-        """Whether every ``.grad`` is the same tensor, written as often as when it was stamped, and so are the sums."""
-        return (
-            self._sums.writes == self._writes
-            and all(map(is_, map(_GRADIENT, self.parameters), self.gradients))
-            and list(map(_VERSION, self.present)) == self._versions
-        )
-
-    def refuse_change(self) -> None:
-        """``unchanged``, or an error, after a forward pass.
-
-        Raises:
-            InvalidArgument: The step has changed a gradient.
-        """
-        if not self.unchanged():
-            raise InvalidArgument(
-                "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
-            )
-
-    def clear(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Drop all gradients of these parameters, and stamp them."""
-        for parameter in parameters:
-            parameter.grad = None
-        self._sums.clear()
-        self.renew(parameters)
-
-    def release(self) -> None:
-        """Drop the references to gradients: an optimizer's step may need the memory of a sparse one."""
-        self.gradients, self.present, self._versions = (), [], []

@@ -1,196 +1,226 @@
 """Records what modules hold, except the values of tensors, and restores it.
 
-Covers each module's class, attributes and tables (parameters, buffers, submodules, hooks), what ``containers`` covers
-below them, and what the tensors in all of these refer to. Modules that are hidden in an attribute, such as a teacher
-in a list, count as well. Does not cover the values of tensors: ``rewind_point`` and ``written_memory`` do.
+A record is made at the beginning of every step, so it is one walk with shallow copies: 3 us a module. Modules that are
+hidden in an attribute, such as a teacher in a list, are walked too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
-from itertools import chain
-from operator import is_
+import gc
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from autobatch.torch_internals.storages import lacks_memory
-from autobatch.undo.containers import VALUES_OF, Watch, find_contents, put_entries_back
-from autobatch.undo.tensor_header import TensorHeaders, is_uninitialized
+from autobatch.torch_internals.storages import lacks_memory, storage_key, storages_of
+from autobatch.undo.containers import (
+    KINDS,
+    MOST_ENTRIES,
+    Contents,
+    Kind,
+    children_of,
+    find_containers,
+    is_same,
+    record_contents,
+)
+from autobatch.undo.tensor_header import UNDISTURBED, is_uninitialized
 
-__all__ = ["Location", "ModuleState", "tensors_at"]
-
-_NO_TENSORS, _NO_WATCH = TensorHeaders([]), Watch(())
-
-Location = tuple[int, str, str]
-"""The ``id`` of a module, one of its attributes, and, in its table of parameters, a name."""
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_PLAIN_CONTAINERS = frozenset((*_DICTS, list, set, deque))
+_PLAIN, _MODULE, _TENSOR = Kind.PLAIN, Kind.MODULE, Kind.TENSOR
+_PLAIN_TENSORS = frozenset((torch.Tensor, nn.Parameter))
 
 
-def tensors_at(locations: AbstractSet[Location], modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The tensors at these locations now."""
-    if not locations:
-        return []
-    by_id = {id(module): module for module in modules}
-    found = []
-    for key, attribute, name in locations:
-        value = vars(by_id[key]).get(attribute) if key in by_id else None
-        found.append(value.get(name) if attribute == "_parameters" and value else value)
-    return find_contents(found).tensors
+class _Held(NamedTuple):
+    """What one module held: its class, its attributes, and where in the record the things below these are."""
+
+    module: nn.Module
+    type: type[nn.Module]
+    attributes: dict[str, Any]
+    contents: slice
+    tensors: slice
 
 
 class ModuleState:
     """What modules held at one moment.
 
     Attributes:
-        modules: Those that were given, and those hidden below them.
-        watch: Whether classes, attributes and containers are as they were; tensors are not looked at.
-        headers: Of each tensor in their tables, attributes and containers.
-        buffers: The modules' buffers, each once, but those of which no copy can be made.
-        is_complete: Whether no reference was dropped.
+        modules: The given modules, those below them, and hidden ones.
+        buffers: The modules' buffers that can be copied, each once.
+        tensors: Tensors in their tables, attributes and containers, each once.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], earlier: ModuleState | None = None) -> None:
-        """Record all of them; copies are made only of generators and arrays that are attributes.
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """Record them and all modules below them."""
+        self._held: list[_Held] = []
+        self._entries: list[tuple[Any, Any]] = []  # a container and its copy
+        self._empty: list[Any] = []  # containers that are empty, as most tables of modules are
+        self._contents: list[Contents] = []  # of arrays, generators, dataclasses and containers of other classes
+        self.tensors: list[torch.Tensor] = []
+        was_enabled = gc.isenabled()
+        gc.disable()  # thousands of small dicts would set off collections of the whole heap: half of the time
+        try:
+            self._walk([*modules])
+        finally:
+            if was_enabled:
+                gc.enable()
+        self.modules = [held.module for held in self._held]
+        buffers = {id(b): b for held in self._held for b in held.module._buffers.values() if b is not None}
+        self.buffers = [buffer for buffer in buffers.values() if not is_uninitialized(buffer) and _is_own(buffer)]
+        with UNDISTURBED():
+            self._headers = _Headers(self.tensors)
 
-        Args:
-            modules: ``[*model.modules()]``.
-            earlier: An earlier record: what has not changed is taken from it, which is several times faster.
-        """
-        seen = {} if earlier is None else earlier._attributes  # noqa: SLF001 - of its own class
-        self._attributes: dict[int, _Attributes] = {}
-        waiting: list[nn.Module] = [*modules]
-        while waiting:
-            waiting = [*self._look_at(waiting, seen)]
-        self.modules = [attributes.module for attributes in self._attributes.values()]
-        tensors = {id(tensor): tensor for found in self._attributes.values() for tensor in found.tensors}
-        self.headers = TensorHeaders([*tensors.values()])
-        buffers = {id(b): b for module in self.modules for b in module._buffers.values() if b is not None}
-        known = [b for b in buffers.values() if not is_uninitialized(b)]
-        self.buffers = [*filter(_is_own, known)]
-        self._strided = [b for b in known if b.layout is torch.strided]
-        self._strides = [*map(torch.Tensor.stride, self._strided)]
-        self.watch = Watch(self.modules, [held.found for held in self._attributes.values()])
-        self._tables = [table for module in self.modules for table in (module._parameters, module._modules)]  # noqa: SLF001 - not public
-        self._table_sizes = [*map(len, self._tables)]
-        self._table_entries = [*chain.from_iterable(map(VALUES_OF, self._tables))]
-        lasting = {key: held for key, held in self._attributes.items() if not held.may_hold_activations}
-        self._lasting = lasting if len(lasting) < len(self._attributes) else None
-        self.is_complete = True
-
-    def _look_at(self, modules: Iterable[nn.Module], known: dict[int, _Attributes]) -> Iterable[nn.Module]:
-        """Add what these modules hold; the hidden ones among that come back."""
-        for module in modules:
-            if id(module) in self._attributes:
+    def _walk(self, modules: list[nn.Module]) -> None:  # noqa: C901 - one loop: a call for each attribute would cost most of it
+        seen: set[int] = set()
+        for module in modules:  # grows while it is read
+            if id(module) in seen:
                 continue
-            attributes = known.get(id(module))
-            if attributes is None or not attributes.are_current():
-                attributes = _Attributes(module)
-            self._attributes[id(module)] = attributes
-        held = [module for attributes in self._attributes.values() for module in attributes.modules]
-        return [module for module in held if id(module) not in self._attributes]
+            seen.add(id(module))
+            attributes = vars(module).copy()
+            first_content, first_tensor = len(self._contents), len(self.tensors)
+            level = [*attributes.values()]
+            for value in level:  # grows, too
+                found = type(value)
+                if found in _PLAIN_CONTAINERS and not value:
+                    self._empty.append(value)
+                    continue
+                kind = KINDS[found]
+                if kind is _MODULE:
+                    modules.append(value)
+                if kind is _PLAIN or kind is _MODULE or id(value) in seen:
+                    continue
+                seen.add(id(value))
+                if kind is _TENSOR:
+                    self.tensors.append(value)
+                elif found in _PLAIN_CONTAINERS:
+                    self._entries.append((value, value.copy()))
+                    if len(value) <= MOST_ENTRIES:
+                        level += value.values() if found in _DICTS else value
+                else:
+                    if (content := record_contents(value)) is not None:
+                        self._contents.append(content)
+                    level += children_of(value)
+            contents, tensors = slice(first_content, len(self._contents)), slice(first_tensor, len(self.tensors))
+            self._held.append(_Held(module, type(module), attributes, contents, tensors))
 
-    def renew(self) -> bool:
-        """Look at the tensors again, where all else is as it was; costs little where it is.
+    def restore(self) -> None:
+        """Restore all of it. Can be done any number of times."""
+        for module, kind, attributes, *_ in self._held:
+            if type(module) is not kind:  # a lazy module has become an ordinary one
+                module.__class__ = kind
+            _put_entries(vars(module), attributes)
+        for container in self._empty:
+            if container:
+                container.clear()
+        for container, copy in self._entries:
+            _put_entries(container, copy)
+        for content in self._contents:
+            content.put_back()
+        with UNDISTURBED():
+            self._headers.restore()
 
-        Returns:
-            Whether it is. If not, this is good as ``earlier`` only.
-        """
-        return (
-            self.is_complete
-            and self.watch.is_current()
-            and self.headers.renew()
-            and [*map(torch.Tensor.stride, self._strided)] == self._strides  # which `.data` of another shape changes
-        )
-
-    def release(self) -> None:
-        """Drop the references to activations, so that one is freed when its module drops it.
-
-        References to parameters, buffers and numbers stay, for ``renew``. From here on nothing can be restored.
-        """
-        if self._lasting is None:
-            self.headers.release()
-            return
-        # In one assignment: an interrupt must find the update begun or not.
-        self._attributes, self.modules, self.buffers, self.headers, self.watch, self.is_complete = (
-            *(self._lasting, [], [], _NO_TENSORS, _NO_WATCH, False),
-        )
-
-    def holds_same_parameters(self) -> bool:
-        """Whether the modules still have the same parameters and submodules; all else is not looked at."""
-        entries = chain.from_iterable(map(VALUES_OF, self._tables))
-        return [*map(len, self._tables)] == self._table_sizes and all(map(is_, entries, self._table_entries))
-
-    def is_current(self) -> bool:
-        """Whether all of it is as it was."""
-        return self.watch.is_current() and self.headers.are_current()
+    def find_written(self) -> list[torch.Tensor]:
+        """Tensors into which torch has counted a write; it counts none through ``.data`` and in inference mode."""
+        return self._headers.find_written()
 
     def find_changed(self) -> list[nn.Module]:
-        """The modules whose class, attributes or containers are not as they were; tensors are not looked at."""
-        return [held.module for held in self._attributes.values() if not held.are_current()]
+        """Modules whose class, attributes or containers changed; tensors are not looked at."""
+        changed = {id(container) for container, copy in self._entries if not _is_equal(container, copy)}
+        changed |= {id(container) for container in self._empty if container}
 
-    def find_locations(self, storages: AbstractSet[int]) -> set[Location]:
-        """Where modules held tensors with these storages (``_cdata``)."""
-        tensors = self.headers.find_referring(storages)
-        return {location for held in self._attributes.values() for location in held.find_locations(tensors)}
+        def is_current(held: _Held) -> bool:
+            return (
+                type(held.module) is held.type
+                and _is_equal(vars(held.module), held.attributes)
+                and all(content.is_current() for content in self._contents[held.contents])
+                and not changed.intersection(find_containers(held.attributes.values()))
+            )
+
+        return [held.module for held in self._held if not is_current(held)]
 
     def tensors_of(self, module: nn.Module) -> list[torch.Tensor]:
         """The tensors that one of the modules held itself."""
-        return self._attributes[id(module)].tensors
+        return next(self.tensors[held.tensors] for held in self._held if held.module is module)
 
-    def put_back(self) -> None:
-        """Restore all of it. Can be done any number of times."""
-        for held in self._attributes.values():
-            held.put_back()
-        self.headers.put_back()
+    def storages(self) -> set[int]:
+        """Storages (``_cdata``) to which the tensors referred, and those to which they refer now."""
+        return {s._cdata for tensor in (*self._headers.aliases(), *self.tensors) for s in storages_of(tensor)}
+
+    def release(self) -> None:
+        """Drop every reference; nothing can be restored from here on."""
+        self._held, self._entries, self._empty, self._contents = [], [], [], []
+        self.modules, self.tensors, self.buffers, self._headers = [], [], [], _Headers([])
 
 
-class _Attributes:
-    """The class and the attributes of one module, and what the containers among them held."""
+class _Headers:
+    """What tensors referred to, and their flags; a list each, as a model has thousands."""
 
-    __slots__ = (
-        *("_class", "_held", "_names", "_values"),
-        *("found", "may_hold_activations", "module", "modules", "tensors"),
-    )
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        lazy = [tensor for tensor in tensors if is_uninitialized(tensor)]
+        self._lazy = [(tensor, type(tensor), tensor.data) for tensor in lazy]
+        known = [tensor for tensor in tensors if not is_uninitialized(tensor)]
+        self._flags = [(tensor, tensor.requires_grad) for tensor in tensors]
+        counted = [tensor for tensor in known if not tensor.is_inference()]
+        self._plain = [tensor for tensor in counted if type(tensor) in _PLAIN_TENSORS]
+        self._aliases = [tensor.data for tensor in self._plain]  # another tensor of the same memory
+        self._versions = [tensor._version for tensor in self._plain]
+        self._attributes = [(tensor, vars(tensor).copy()) for tensor in tensors if vars(tensor)]
+        self._bare = [tensor for tensor in tensors if not vars(tensor)]
+        # By value: the handle of a hook refers to the table, so the table stays the same object.
+        hooked = [tensor for tensor in tensors if tensor._backward_hooks]  # noqa: SLF001 - no public way
+        self._hooks = {id(tensor): dict(tensor._backward_hooks or ()) for tensor in hooked}  # noqa: SLF001 - no public way
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self._class = module, type(module)
-        self._held = vars(module).copy()
-        self._names, self._values = [*self._held], [*self._held.values()]
-        self.found = find_contents(self._values)
-        self.modules, self.tensors = self.found.modules, self.found.tensors
-        self.may_hold_activations = self._holds_loose_tensors()
+    def aliases(self) -> list[torch.Tensor]:
+        return self._aliases
 
-    def are_current(self) -> bool:
-        held = vars(self.module)
-        return (
-            type(self.module) is self._class
-            and len(held) == len(self._values)
-            and all(map(is_, held.values(), self._values))
-            and [*held] == self._names
-            and self.found.are_current()
-        )
+    def find_written(self) -> list[torch.Tensor]:
+        """Aliases of tensors that were written into."""
+        if [tensor._version for tensor in self._plain] == self._versions:
+            return []
+        counted = zip(self._plain, self._aliases, self._versions, strict=True)
+        return [alias for tensor, alias, version in counted if tensor._version != version]
 
-    def _holds_loose_tensors(self) -> bool:
-        """Whether it holds a tensor that is in no table, or an object that may hold one."""
-        if self.found.may_hold_more:
-            return True
-        tables = [*self._held.get("_parameters", {}).values(), *self._held.get("_buffers", {}).values()]
-        known = {id(tensor) for tensor in tables}
-        return any(id(tensor) not in known for tensor in self.tensors)
+    def restore(self) -> None:
+        for tensor, kind, alias in self._lazy:
+            if type(tensor) is not kind:  # a lazy module's parameter has got a shape
+                tensor.data = alias
+                tensor.__class__ = kind
+        for tensor, requires_grad in self._flags:
+            if not tensor.is_leaf and not requires_grad and not tensor._is_view():  # noqa: SLF001 - torch cannot detach a view
+                tensor.detach_()  # a buffer was updated in place with part of a graph
+            if tensor.is_leaf and tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+            hooks = tensor._backward_hooks  # noqa: SLF001 - no public way
+            if hooks is not None:
+                _put_entries(hooks, self._hooks.get(id(tensor), {}))
+        for tensor, alias in zip(self._plain, self._aliases, strict=True):
+            if storage_key(tensor) != storage_key(alias):
+                tensor.data = alias
+        for tensor, attributes in (*self._attributes, *((tensor, {}) for tensor in self._bare)):
+            _put_entries(vars(tensor), attributes)
 
-    def find_locations(self, tensors: AbstractSet[int]) -> Iterator[Location]:
-        for attribute, value in self._held.items():
-            entries = value.items() if attribute == "_parameters" else [("", value)]
-            for name, entry in entries:
-                if any(id(tensor) in tensors for tensor in find_contents([entry]).tensors):
-                    yield id(self.module), attribute, name
 
-    def put_back(self) -> None:
-        if type(self.module) is not self._class:  # a lazy module has become an ordinary one
-            self.module.__class__ = self._class
-        put_entries_back(vars(self.module), self._held)
-        self.found.put_back()
+def _is_equal(container: Any, copy: Any) -> bool:
+    """Whether a container holds the very objects that its copy holds, in the same order."""
+    if isinstance(container, dict):
+        return is_same([*container], [*copy]) and is_same([*container.values()], [*copy.values()])
+    return is_same([*container], [*copy])
+
+
+def _put_entries(container: Any, copy: Any) -> None:
+    """Make a container hold what its copy holds; one that has not changed is not written into."""
+    if _is_equal(container, copy):
+        return
+    container.clear()
+    if isinstance(container, dict):
+        for key, value in copy.items():  # one by one: Counter.update() adds
+            container[key] = value
+    elif isinstance(container, set):
+        container.update(copy)
+    else:
+        container.extend(copy)
 
 
 def _is_own(tensor: torch.Tensor) -> bool:

@@ -18,9 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autobatch.torch_internals.storages import storage_key, storages_of
-from autobatch.undo.containers import are_same, put_entries_back
-
-__all__ = ["TensorHeaders", "is_uninitialized"]
+from autobatch.undo.containers import is_same, put_entries_back
 
 # Read by functions in C: a generator expression costs a Python call for each tensor, in every step.
 _MAKE_ALIAS = torch.Tensor._make_subclass  # noqa: SLF001 - as nn.Parameter does; see ``_alias``
@@ -28,7 +26,7 @@ _VERSION = attrgetter("_version")
 _FLAGS = attrgetter("requires_grad", "is_leaf", "_backward_hooks")
 _HOOKS = itemgetter(2)
 
-_UNDISTURBED = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - no public way to ask what has no shape yet
+UNDISTURBED = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - no public way to ask what has no shape yet
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 
 
@@ -48,7 +46,7 @@ class TensorHeaders:
         """Record them, each given once."""
         self.tensors = tensors
         self._attributes, self._classes = [*map(vars, tensors)], [*map(type, tensors)]
-        with _UNDISTURBED():
+        with UNDISTURBED():
             self._is_usual = not any(is_traceable_wrapper_subclass(t) or t.is_inference() for t in tensors)
         self.renew()
 
@@ -61,7 +59,7 @@ class TensorHeaders:
         tensors = self.tensors
         if [*map(type, tensors)] != self._classes or not all(map(is_, map(vars, tensors), self._attributes)):
             return False
-        with _UNDISTURBED():
+        with UNDISTURBED():
             if self._is_usual:
                 self._aliases = [*map(_MAKE_ALIAS, repeat(torch.Tensor), tensors)]
                 self._versions = [*map(_VERSION, tensors)]
@@ -126,7 +124,7 @@ class TensorHeaders:
 
     def put_back(self) -> None:
         """Restore what they refer to, and their flags. Can be done any number of times."""
-        with _UNDISTURBED():
+        with UNDISTURBED():
             headers = zip(self.tensors, self._aliases, self._classes, strict=True)
             for tensor, alias, cls in headers:
                 if type(tensor) is not cls:
@@ -173,7 +171,7 @@ def _put_leaf_back(tensor: torch.Tensor, alias: torch.Tensor, *, requires_grad: 
 
 def _holds(tensor: torch.Tensor, held: dict[str, object]) -> bool:
     now = vars(tensor)
-    return now.keys() == held.keys() and are_same([*now.values()], [*held.values()])
+    return now.keys() == held.keys() and is_same([*now.values()], [*held.values()])
 
 
 def _refer_to_the_same(tensor: torch.Tensor, alias: torch.Tensor) -> bool:

@@ -105,7 +105,7 @@ def _has_state_dict(item: Any) -> bool:
 
 def _is_data(item: Any) -> bool:
     found = find_contents([item])
-    return bool(found.contents or found.empty or found.tensors or (isinstance(item, tuple) and not found.modules))
+    return bool(found.contents or found.tensors or (isinstance(item, tuple) and not found.modules))
 
 
 def _copy(state: Any) -> Any:

@@ -13,7 +13,7 @@ counts of writes (``Tensor._version``), which miss those through ``.data``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator
 from autobatch.torch_internals.storages import storages_of
 from autobatch.undo.storage_copy import StorageCopies
 
-__all__ = ["HostRecorder", "Saved", "WriteRecorder", "WrittenMemory"]
-
 Saved = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By storage: all of its bytes as a view, and a copy of them."""
 
@@ -32,9 +30,10 @@ Saved = dict[int, tuple[torch.Tensor, torch.Tensor]]
 class WrittenMemory:
     """The storages that steps are known to write into, by weak references."""
 
-    def __init__(self) -> None:
-        """Begin with none."""
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """Begin with the storages of these tensors."""
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.add(tensors)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Add the storages of these tensors."""
@@ -54,6 +53,15 @@ def save_storage(storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Ten
     """All bytes of a storage as a view, and a copy that a count of memory can see."""
     view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
     return view, view.clone()
+
+
+@torch.no_grad()
+def put_storage(memory: torch.Tensor, value: torch.Tensor) -> None:
+    """Write the copied bytes back into a storage."""
+    storage = memory.untyped_storage()
+    if storage.nbytes() != value.nbytes:  # resize_ was called on it
+        storage.resize_(value.nbytes)
+    memory.copy_(value)
 
 
 class _WriteMode(DispatchMode):
@@ -96,43 +104,25 @@ class _WriteMode(DispatchMode):
 
 
 class WriteRecorder(_WriteMode):
-    """While active, copies each storage that was there before into a rewind point, before an operator writes to it.
+    """While active, copies each storage that was there before into a record, before an operator writes to it."""
 
-    Attributes:
-        written: Storages (``_cdata``) that were written into and not known before.
-    """
-
-    def __init__(
-        self,
-        saved: Saved,
-        known: WrittenMemory,
-        apart: Iterable[torch.Tensor],
-        before_write: Callable[[int], bool] | None = None,
-    ) -> None:
-        """Prepare for one micro-batch.
+    def __init__(self, saved: Saved, known: WrittenMemory, apart: Iterable[torch.Tensor]) -> None:
+        """Prepare.
 
         Args:
             saved: Where copies go.
             known: Is added to.
-            apart: Tensors that are not copied: gradients, and sums of them.
-            before_write: Called with each storage (``_cdata``) that is about to be written; true where it is somebody
-                else's, who puts it back.
+            apart: Tensors that are not copied: gradients, sums of them, the batch.
         """
         super().__init__(apart)
-        self._saved, self._known, self._before_write = saved, known, before_write
-        self.written: set[int] = set()
+        self._saved, self._known = saved, known
 
     @torch.no_grad()
     def _save(self, tensor: torch.Tensor) -> None:
         for storage in storages_of(tensor):
-            key = storage._cdata
-            if self._before_write is not None and self._before_write(key):
-                continue
-            if key in self._apart or key in self._saved:
-                continue
-            self._saved[key] = save_storage(storage)
-            self.written.add(key)
-            self._known.add([tensor])
+            if storage._cdata not in self._apart and storage._cdata not in self._saved:
+                self._saved[storage._cdata] = save_storage(storage)
+                self._known.add([tensor])
 
 
 class HostRecorder(_WriteMode):

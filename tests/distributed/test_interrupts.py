@@ -1,4 +1,4 @@
-"""``distributed.interrupts``: Ctrl-C and other signals wait until the other ranks no longer do."""
+"""``undo.interrupts``: Ctrl-C and other signals wait until the other ranks no longer do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from autobatch.distributed.interrupts import deferred_interrupts
+from autobatch.undo.interrupts import deferred_interrupts
 
 pytestmark = pytest.mark.quick
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from retrying import halve, retrying
 from torch import nn
 from torch.nn import functional as F
 from workloads import (
@@ -32,15 +33,6 @@ from autobatch.memory.cpu import CpuDevice
 from autobatch.step.losses import Mean
 from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice, oom_at
-from autobatch.training.accumulation import Accumulation
-from autobatch.training.accumulation_state import Shortage
-
-
-def halve(shortage: Shortage) -> int:
-    """The simplest policy: half, until one sample is left."""
-    if shortage.failed_size == 1:
-        raise DoesNotFit(shortage.reason)
-    return shortage.failed_size // 2
 
 
 def token_step(model, batch):
@@ -71,7 +63,7 @@ def test_the_split_gradient_is_the_full_batch_gradient(samples, largest, checkpo
     model = Plain(checkpointed=checkpointed)
     batch = make_batch(samples, torch.float64)
     expected = full_batch_gradient(model, mean_step, batch)
-    done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], largest)
+    done = retrying(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], largest)
     assert relative_error(gradients_of(model), expected) <= 1e-12
     assert sum(done.micro_batch_sizes) == samples
     assert max(done.micro_batch_sizes) <= largest
@@ -84,7 +76,7 @@ def test_a_token_mean_weighed_by_tokens_is_exact(lengths, largest):
     """Micro-batches of unequal token counts, also with none at all, give the token mean of the whole batch."""
     model, batch = Plain(), make_tokens(lengths)
     expected = full_batch_gradient(model, token_step, batch)
-    Accumulation(Workload(model, token_step, count_tokens), CpuDevice(), halve).run([describe(batch)], largest)
+    retrying(Workload(model, token_step, count_tokens), CpuDevice(), halve).run([describe(batch)], largest)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
@@ -95,7 +87,7 @@ def test_several_batches_count_as_one(sizes, largest):
     whole = make_batch(sum(sizes), torch.float64)
     parts = list(zip(whole[0].split(sizes), whole[1].split(sizes), strict=True))
     expected = full_batch_gradient(model, mean_step, whole)
-    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(part) for part in parts], largest)
+    retrying(Workload(model, mean_step), CpuDevice(), halve).run([describe(part) for part in parts], largest)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
@@ -104,7 +96,7 @@ def test_sizes_33_33_33_1_are_weighed_by_their_samples():
     model, batch = Plain(), make_batch(100, torch.float64)
     expected = full_batch_gradient(model, mean_step, batch)
     parts = list(zip(batch[0].split([33, 33, 33, 1]), batch[1].split([33, 33, 33, 1]), strict=True))
-    done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(part) for part in parts], 33)
+    done = retrying(Workload(model, mean_step), CpuDevice(), halve).run([describe(part) for part in parts], 33)
     assert done.micro_batch_sizes == (33, 33, 33, 1)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
@@ -118,7 +110,7 @@ def test_class_weights_are_exact_when_weighed_by_their_sum():
         return F.cross_entropy(model(batch[0]), batch[1], weight=weights)
 
     expected = full_batch_gradient(model, step, batch)
-    Accumulation(Workload(model, step, lambda b: weights[b[1]].sum()), CpuDevice(), halve).run([describe(batch)], 4)
+    retrying(Workload(model, step, lambda b: weights[b[1]].sum()), CpuDevice(), halve).run([describe(batch)], 4)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
@@ -128,7 +120,7 @@ def test_earlier_gradients_are_added_and_keep_their_identity():
     mean_step(model, batch).backward()
     earlier = {name: (grad, grad.clone()) for name, grad in gradients_of(model).items() if grad is not None}
     expected = full_batch_gradient(model, mean_step, batch)
-    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 2)
+    retrying(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 2)
     for name, (gradient, value) in earlier.items():
         assert gradients_of(model)[name] is gradient
         assert torch.allclose(gradient, value + expected[name], rtol=1e-12)
@@ -137,7 +129,7 @@ def test_earlier_gradients_are_added_and_keep_their_identity():
 def test_an_unused_and_a_frozen_parameter_keep_none():
     """None stays None: AdamW's decay would move a parameter whose gradient became zero."""
     model = Everything()
-    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(make_batch(8))], 4)
+    retrying(Workload(model, mean_step), CpuDevice(), halve).run([describe(make_batch(8))], 4)
     assert model.unused.weight.grad is None
     assert model.frozen.weight.grad is None
     assert model.head.weight.grad is not None
@@ -148,7 +140,7 @@ def commit_without_errors(sizes, batch):
     torch.manual_seed(7)
     model = Everything()
     parts = list(zip(batch[0].split(list(sizes)), batch[1].split(list(sizes)), strict=True))
-    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(part) for part in parts], max(sizes))
+    retrying(Workload(model, mean_step), CpuDevice(), halve).run([describe(part) for part in parts], max(sizes))
     return bits_of(model)
 
 
@@ -162,7 +154,7 @@ def count_operations():
     torch.manual_seed(7)
     model, batch = Everything(), make_batch(12)
     with oom_at(10**9) as counted:
-        Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 6)
+        retrying(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 6)
     return counted.operations
 
 
@@ -173,7 +165,7 @@ def test_an_oom_at_any_operation_leaves_no_trace_in_the_result():
     for position in range(1, count_operations() + 1):
         torch.manual_seed(7)
         model = Everything()
-        accumulation = Accumulation(Workload(model, mean_step), CpuDevice(), halve)
+        accumulation = retrying(Workload(model, mean_step), CpuDevice(), halve)
         with oom_at(position) as planned:
             done = accumulation.run([describe(batch)], 6)
         assert len(planned.raised) == 1
@@ -198,7 +190,7 @@ def test_a_step_that_draws_from_python_or_numpy_draws_the_same_again(draw, quiet
             raise torch.OutOfMemoryError("planned")
         return loss * draws[-1]
 
-    accumulation = Accumulation(Workload(Plain(), step), CpuDevice(), lambda shortage: 2)
+    accumulation = retrying(Workload(Plain(), step), CpuDevice(), lambda shortage: 2)
     batch = describe(make_batch(12, torch.float64))
     for _ in range(quiet_steps):
         accumulation.run([batch], 4)
@@ -215,7 +207,7 @@ def test_two_ooms_in_one_step_and_one_in_the_retry():
     torch.manual_seed(7)
     model = Everything()
     with oom_at(30, 45) as planned:
-        done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 12)
+        done = retrying(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 12)
     assert len(planned.raised) == done.retries == 2
     expected = commit_without_errors(done.micro_batch_sizes, batch)
     assert not differences(forget_objects(bits_of(model)), forget_objects(expected))
@@ -228,7 +220,7 @@ def test_memory_that_never_suffices_restores_everything_and_raises():
     before = bits_of(model)
     device = FakeDevice(lambda n: 100, total_bytes=10)
     with pytest.raises(DoesNotFit, match="fake device out of memory"):
-        Accumulation(Workload(model, mean_step), device, halve).run([describe(make_batch(12))], 12)
+        retrying(Workload(model, mean_step), device, halve).run([describe(make_batch(12))], 12)
     assert device.ran_sizes == [12, 6, 3, 1]
     assert not differences(bits_of(model), before)
 
@@ -250,7 +242,7 @@ def test_any_other_error_comes_out_unchanged_and_restores_everything(error):
         return loss
 
     with pytest.raises(type(error)) as caught:
-        Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(12))], 4)
+        retrying(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(12))], 4)
     assert caught.value is error
     assert not differences(bits_of(model), before)
 
@@ -274,7 +266,7 @@ def test_a_failed_attempt_leaves_no_tensor_alive():
     gc.disable()
     try:
         with oom_at(6):  # after the first linear layer, inside its loss
-            done = Accumulation(Workload(model, mean_step), CpuDevice(), look).run([describe(make_batch(4))], 4)
+            done = retrying(Workload(model, mean_step), CpuDevice(), look).run([describe(make_batch(4))], 4)
     finally:
         gc.enable()
     assert done.retries == 1
@@ -289,7 +281,7 @@ def test_a_micro_batch_of_weight_zero_is_not_run():
         seen.append(len(part["labels"]))
         return token_step(model, part)
 
-    done = Accumulation(Workload(model, step, count_tokens), CpuDevice(), halve).run([describe(batch)], 2)
+    done = retrying(Workload(model, step, count_tokens), CpuDevice(), halve).run([describe(batch)], 2)
     assert seen == [2]
     assert torch.isfinite(done.loss)
 
@@ -299,7 +291,7 @@ def test_nothing_to_take_a_mean_over_is_nothing_done():
     model = Everything()
     mean_step(model, make_batch(5)).backward()
     before = bits_of(model)
-    accumulation = Accumulation(Workload(model, token_step, count_tokens), CpuDevice(), halve)
+    accumulation = retrying(Workload(model, token_step, count_tokens), CpuDevice(), halve)
     assert accumulation.run([describe(make_tokens([0, 0, 0]))], 2) is None
     assert not differences(bits_of(model), before)
 
@@ -308,7 +300,7 @@ def test_a_weight_that_does_not_add_up_is_an_error():
     """``weigh`` must count: a mean of something changes when the batch is divided anew."""
     model, batch = Plain(), make_batch(8, torch.float64)
     with oom_at(12), pytest.raises(InvalidArgument, match="not additive"):
-        Accumulation(Workload(model, mean_step, lambda b: 5.0), CpuDevice(), halve).run([describe(batch)], 8)
+        retrying(Workload(model, mean_step, lambda b: 5.0), CpuDevice(), halve).run([describe(batch)], 8)
     assert model.head.weight.grad is None
 
 
@@ -321,7 +313,7 @@ def test_aux_comes_back_once_a_committed_micro_batch_detached():
         return F.cross_entropy(logits, part[1]), {"logits": logits, "size": len(part[1])}
 
     with oom_at(20):
-        done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 4)
+        done = retrying(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 4)
     assert [entry["size"] for entry in done.aux] == list(done.micro_batch_sizes)
     assert not any(entry["logits"].requires_grad for entry in done.aux)
     assert torch.allclose(torch.cat([entry["logits"] for entry in done.aux]), model(batch[0]), rtol=1e-12)
@@ -342,7 +334,7 @@ def test_a_step_without_a_gradient_is_refused(returned, message):
     """A loss that no gradient can come from is named, and nothing has changed."""
     model = Plain()
     with pytest.raises(InvalidArgument, match=message):
-        Accumulation(Workload(model, lambda m, b: returned(mean_step(m, b))), CpuDevice(), halve).run(
+        retrying(Workload(model, lambda m, b: returned(mean_step(m, b))), CpuDevice(), halve).run(
             [describe(make_batch(4, torch.float64))], 2
         )
     assert model.head.weight.grad is None
@@ -360,7 +352,7 @@ def test_a_step_that_writes_into_its_batch_is_refused(write):
         return mean_step(model, part)
 
     with pytest.raises(InvalidArgument, match="wrote into its batch"):
-        Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 4)
+        retrying(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 4)
     assert model.head.weight.grad is None
 
 
@@ -375,7 +367,7 @@ def test_a_step_may_pop_from_its_batch():
 
     expected = full_batch_gradient(model, mean_step, (inputs, labels))
     with oom_at(9):
-        done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 8)
+        done = retrying(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 8)
     assert done.retries == 1
     assert batch["inputs"] is inputs
     assert batch["more"][0]["labels"] is labels
@@ -393,7 +385,7 @@ def test_a_step_that_touches_gradients_is_refused(wrong):
         return loss
 
     with pytest.raises(InvalidArgument, match=r"step\(\) (changed \.grad|calls backward)"):
-        Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(8, torch.float64))], 4)
+        retrying(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(8, torch.float64))], 4)
     assert model.head.weight.grad is None
 
 
@@ -407,7 +399,7 @@ def test_a_batch_that_wants_gradients_collects_none():
         return mean_step(model, part)
 
     with oom_at(20):
-        Accumulation(Workload(model, step), CpuDevice(), halve).run([describe((inputs, labels))], 4)
+        retrying(Workload(model, step), CpuDevice(), halve).run([describe((inputs, labels))], 4)
     assert inputs.grad is None
 
 
@@ -420,7 +412,7 @@ def test_a_batch_that_carries_a_graph_is_refused(cut):
     batch = {"more": [{"inputs": cut(encoder(inputs))}], "labels": labels}
     model, before = Plain(), torch.get_rng_state()
     with pytest.raises(InvalidArgument, match="carries a graph"):
-        Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 4)
+        retrying(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 4)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -430,7 +422,7 @@ def test_a_part_of_a_batch_that_wants_gradients_is_a_batch():
     inputs.requires_grad_(True)
     expected = full_batch_gradient(model, mean_step, (inputs, labels))
     parts = [describe(part) for part in zip(inputs.split(5), labels.split(5), strict=True)]
-    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run(parts, 3)
+    retrying(Workload(model, mean_step), CpuDevice(), halve).run(parts, 3)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
@@ -449,7 +441,7 @@ def test_a_parameter_outside_model_and_optimizer_is_refused(position):
     def step(model, part):
         return F.cross_entropy(head(model(part[0])), part[1])
 
-    accumulation = Accumulation(Workload(model, step), CpuDevice(), halve)
+    accumulation = retrying(Workload(model, step), CpuDevice(), halve)
     with oom_at(position), pytest.raises(InvalidArgument, match="in neither the model nor the"):
         accumulation.run([describe(make_batch(8, torch.float64))], 4)
     assert head.weight.grad is None
@@ -469,7 +461,7 @@ def test_a_parameter_outside_the_model_is_fine_where_it_is_known_or_frozen(froze
     expected = full_batch_gradient(model, step, batch)
     head.zero_grad()
     with oom_at(20):
-        Accumulation(Workload(model, step, None, optimizer), CpuDevice(), halve).run([describe(batch)], 4)
+        retrying(Workload(model, step, None, optimizer), CpuDevice(), halve).run([describe(batch)], 4)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
@@ -479,31 +471,31 @@ def test_a_leaf_of_the_steps_own_is_no_parameter():
     inputs.requires_grad_(True)
     expected = full_batch_gradient(model, penalise_gradient, (inputs.detach(), labels))
     workload = Workload(model, penalise_gradient)
-    Accumulation(workload, CpuDevice(), halve).run([describe((inputs, labels))], 3)
+    retrying(workload, CpuDevice(), halve).run([describe((inputs, labels))], 3)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
-@pytest.mark.parametrize(("is_training", "times"), [(False, 1), (True, 3)])
-def test_the_graph_is_looked_through_once_and_in_steps_that_are_looked_over(is_training, times, monkeypatch):
-    """In the first micro-batch that counts; of a Runner's steps again in step 1 and 4."""
+@pytest.mark.parametrize(("is_training", "times"), [(False, 1), (True, 2)])
+def test_the_graph_is_looked_through_once_and_in_watched_steps(is_training, times, monkeypatch):
+    """In the first micro-batch that counts; of a Runner's steps again in the second one."""
     looks, check = [], Workload.check_leaves
     monkeypatch.setattr(Workload, "check_leaves", lambda *given: looks.append(1) or check(*given))
-    accumulation = Accumulation(Workload(Plain(), mean_step), CpuDevice(), halve, is_training=is_training)
+    accumulation = retrying(Workload(Plain(), mean_step), CpuDevice(), halve, is_training=is_training)
     for _ in range(6):
         accumulation.run([describe(make_batch(8, torch.float64))], 2)
     assert len(looks) == times
 
 
-@pytest.mark.parametrize(("steps_before", "position"), [(2, 40), (4, None)], ids=["a retry", "looked over"])
+@pytest.mark.parametrize(("steps_before", "position"), [(2, 40), (1, None)], ids=["a retry", "second step"])
 def test_a_network_that_is_trained_from_some_step_on_is_refused(steps_before, position):
-    """In the next step that is looked over nothing has moved; in a retry its gradient would be added twice."""
+    """In a step that is watched nothing has moved; in a retry its gradient would be added twice."""
     model, head, trains = Plain(), nn.Linear(4, 4).double(), []
 
     def step(model, part):
         outputs = model(part[0])
         return F.cross_entropy(head(outputs) if trains else outputs, part[1])
 
-    accumulation = Accumulation(Workload(model, step), CpuDevice(), halve, is_training=True)
+    accumulation = retrying(Workload(model, step), CpuDevice(), halve, is_training=True)
     for _ in range(steps_before):
         accumulation.run([describe(make_batch(8, torch.float64))], 4)
         model.zero_grad()
@@ -521,7 +513,7 @@ def test_the_sizes_sum_to_the_batch_also_where_a_weight_is_zero():
     def step(model, part):
         return token_step(model, part), len(part["labels"])
 
-    done = Accumulation(Workload(model, step, count_tokens), CpuDevice(), halve).run([describe(batch)], 2)
+    done = retrying(Workload(model, step, count_tokens), CpuDevice(), halve).run([describe(batch)], 2)
     assert done.micro_batch_sizes == (2, 2)
     assert done.aux == [None, 2]
 
@@ -530,9 +522,9 @@ def test_the_loss_of_many_low_precision_micro_batches_is_summed_in_float32():
     """A thousand shares of a bfloat16 loss vanish one by one if their sum is bfloat16."""
     model = nn.Linear(6, 1).bfloat16()
     batch = torch.ones(1024, 6, dtype=torch.bfloat16)
-    done = Accumulation(
-        Workload(model, lambda m, x: m(x).float().square().mean().bfloat16() + 1), CpuDevice(), halve
-    ).run([describe(batch)], 1)
+    done = retrying(Workload(model, lambda m, x: m(x).float().square().mean().bfloat16() + 1), CpuDevice(), halve).run(
+        [describe(batch)], 1
+    )
     expected = (model(batch[:1]).float().square().mean().bfloat16() + 1).item()
     assert done.loss.dtype is torch.float32
     assert float(done.loss) == pytest.approx(expected, rel=0.01)
@@ -548,7 +540,7 @@ def test_a_loss_in_another_dtype_than_the_first_ones_counts_as_much(first):
         return mean_step(model, part).to(first if len(part[1]) == 3 else later)
 
     expected = full_batch_gradient(model, mean_step, batch)
-    done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 3)
+    done = retrying(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 3)
     assert done.micro_batch_sizes == (3, 2)
     assert relative_error(gradients_of(model), expected) <= 1e-6
     assert done.loss.item() == pytest.approx(mean_step(model, batch).item(), rel=1e-6)
@@ -563,7 +555,7 @@ def test_the_loss_is_a_tensor_of_its_own(largest):
         kept.append(mean_step(model, part))
         return kept[-1]
 
-    done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], largest)
+    done = retrying(Workload(model, step), CpuDevice(), halve).run([describe(batch)], largest)
     expected = mean_step(model, batch).item()
     with torch.no_grad():
         for loss in kept:
@@ -577,10 +569,10 @@ def test_what_preparing_the_update_raises_undoes_the_step():
     mean_step(model, make_batch(5)).backward()
     before = bits_of(model)
 
-    def refuse(begin):
+    def refuse():
         raise DoesNotFit("no room for the update")
 
-    accumulation = Accumulation(Workload(model, mean_step), CpuDevice(), halve)
+    accumulation = retrying(Workload(model, mean_step), CpuDevice(), halve)
     with pytest.raises(DoesNotFit, match="no room"):
         accumulation.run([describe(make_batch(12))], 4, refuse)
     assert not differences(bits_of(model), before)
@@ -588,7 +580,7 @@ def test_what_preparing_the_update_raises_undoes_the_step():
 
 @pytest.mark.parametrize("step", [lambda m, b: Mean(mean_step(m, b), over=len(b[0])), mean_step], ids=["stated", "not"])
 def test_memory_that_ends_after_the_last_backward_pass_undoes_the_step(step):
-    """Also in the division by a total that is known last: DoesNotFit, and gradients from before are back."""
+    """Also in the division by a total that is known last: gradients from before are back."""
     undone, batch = 0, make_batch(10)
     for position in range(1, 200):
         torch.manual_seed(7)
@@ -597,8 +589,8 @@ def test_memory_that_ends_after_the_last_backward_pass_undoes_the_step(step):
         before = bits_of(model)
         with oom_at(position) as planned:
             try:
-                done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 5)
-            except DoesNotFit:
+                done = retrying(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 5)
+            except (DoesNotFit, torch.OutOfMemoryError):  # of which a Runner makes the same
                 undone += 1
                 assert not differences(bits_of(model), before)
                 continue
@@ -630,7 +622,7 @@ def test_a_retry_sees_a_buffer_as_it_was_before_it_grew(length):
         torch.manual_seed(3)
         model = Grows(length)
         with oom_at(*positions or (10**9,)):
-            done = Accumulation(Workload(model, mean_step), CpuDevice(), lambda _: 4).run([describe(batch)], 8)
+            done = retrying(Workload(model, mean_step), CpuDevice(), lambda _: 4).run([describe(batch)], 8)
         outcomes.append((done.retries, gradients_of(model)))
         assert len(model.positions) == (12 if positions else 16)
     assert [retries for retries, _ in outcomes] == [0, 1]
@@ -652,7 +644,7 @@ def test_earlier_gradients_come_back_even_where_a_generator_does_not():
             patch.setattr(np.random, "set_state", refuse)
             raise ValueError("the user's own")
 
-        Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)
+        retrying(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)
     assert model.head.weight.grad is earlier
 
 
@@ -667,7 +659,7 @@ def test_an_error_inside_the_users_handling_of_an_oom_is_still_an_error():
         raise torch.OutOfMemoryError("CUDA out of memory")
     except torch.OutOfMemoryError:
         with pytest.raises(ValueError, match="shape bug"):
-            Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)
+            retrying(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)
 
 
 @given(
@@ -690,7 +682,7 @@ def test_any_nest_with_any_weights_gives_the_full_batchs_gradient(samples, large
     batch = pack(inputs, labels, weight)
     expected = full_batch_gradient(model, step, batch)
     workload = Workload(model, step, lambda batch: unpack(batch)[2].sum())
-    Accumulation(workload, CpuDevice(), halve).run([describe(batch)], largest)
+    retrying(workload, CpuDevice(), halve).run([describe(batch)], largest)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
@@ -722,5 +714,5 @@ def test_a_piece_that_fails_in_its_last_operation_is_counted_once():
     batch = describe(make_batch(16))
     for position in range(1, 40):
         with oom_at(position):
-            done = Accumulation(Workload(model, step), CpuDevice(), halve).run([batch], 4)
+            done = retrying(Workload(model, step), CpuDevice(), halve).run([batch], 4)
         assert sum(done.micro_batch_sizes) == 16

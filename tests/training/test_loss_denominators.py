@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from retrying import halve, retrying
 from torch import nn
 from torch.nn import functional as F
 from workloads import Plain, bits_of, differences, full_batch_gradient, gradients_of, make_batch, relative_error
@@ -15,19 +16,10 @@ from autobatch.memory.cpu import CpuDevice
 from autobatch.step.losses import Mean, Part, PerStep, Sum
 from autobatch.step.workload import Workload
 from autobatch.testing import oom_at
-from autobatch.training.accumulation import Accumulation
-from autobatch.training.accumulation_state import Shortage
 
 pytestmark = pytest.mark.quick
 
 CLASS_WEIGHTS = torch.tensor([0.1, 3.0, 1.0, 0.5], dtype=torch.float64)
-
-
-def halve(shortage: Shortage) -> int:
-    """Half, until one sample is left."""
-    if shortage.failed_size == 1:
-        raise DoesNotFit(shortage.reason)
-    return shortage.failed_size // 2
 
 
 def make_tasks(samples: int = 23):
@@ -155,7 +147,7 @@ def test_the_gradient_and_the_loss_are_the_full_batchs(name, largest):
     for parameter_name, parameter in model.named_parameters():
         if parameter.grad is not None:
             expected[parameter_name] = expected[parameter_name] + 1
-    done = Accumulation(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], largest)
+    done = retrying(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], largest)
     assert relative_error(gradients_of(model), expected) <= 1e-12
     assert float(done.loss) == pytest.approx(loss, rel=1e-12)
 
@@ -171,7 +163,7 @@ def test_a_retry_keeps_the_gradient_exact(name):
         model = make_model()
         try:
             with oom_at(position):
-                done = Accumulation(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 8)
+                done = retrying(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 8)
         except (torch.OutOfMemoryError, DoesNotFit):  # in weigh() itself, or after the last backward: nothing happened
             assert all(parameter.grad is None for parameter in model.parameters())
             continue
@@ -202,7 +194,7 @@ def test_a_term_of_the_step_counts_once_also_when_a_retry_leaves_parts_out(weigh
     for positions in ((4,), (4, 12), (20,), (30, 45)):
         model = make_model()
         with oom_at(*positions):
-            done = Accumulation(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 8)
+            done = retrying(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 8)
         retries += done.retries
         assert relative_error(gradients_of(model), expected) <= 1e-12
         assert float(done.loss) == pytest.approx((ce(model, batch) + penalise(model)).item(), rel=1e-12)
@@ -228,7 +220,7 @@ def test_labels_that_are_all_ignored_change_nothing(stated):
         return Mean(ce(model, part), over=count(part))
 
     workload = Workload(model, step, None if stated else count)
-    assert Accumulation(workload, CpuDevice(), halve).run([describe(batch)], 4) is None
+    assert retrying(workload, CpuDevice(), halve).run([describe(batch)], 4) is None
     assert not differences(bits_of(model), before)
 
 
@@ -246,7 +238,7 @@ def test_many_bfloat16_micro_batches_keep_their_gradient():
         def step(model, part):
             return model(part.bfloat16()).float().square().mean()
 
-        accumulation = Accumulation(Workload(model, step), CpuDevice(), halve, in_float32=in_float32)
+        accumulation = retrying(Workload(model, step), CpuDevice(), halve, in_float32=in_float32)
         accumulation.run([describe(batch)], 1)
         errors[in_float32] = relative_error(gradients_of(model), expected)
         assert model.weight.grad.dtype is torch.bfloat16
@@ -274,11 +266,11 @@ def test_memory_that_ends_while_counting(error, times, divided_anew):
     expected = full_batch_gradient(model, plain, batch)
     with oom_at(30 if divided_anew else 10**9):
         if times == 1:
-            Accumulation(workload, CpuDevice(), halve).run([describe(batch)], 4)
+            retrying(workload, CpuDevice(), halve).run([describe(batch)], 4)
             assert relative_error(gradients_of(model), expected) <= 1e-12
         else:
-            with pytest.raises(DoesNotFit, match=r"memory ended while counting with weigh\(\) \(.*out of memory"):
-                Accumulation(workload, CpuDevice(), halve).run([describe(batch)], 4)
+            with pytest.raises(DoesNotFit, match=r"weigh\(\).*out of memory"):
+                retrying(workload, CpuDevice(), halve).run([describe(batch)], 4)
             assert all(parameter.grad is None for parameter in model.parameters())
     assert len(calls) > 5 if divided_anew else calls
 
@@ -297,7 +289,7 @@ def test_a_narrow_loss_is_weighed_without_rounding(dtype, weigh, wrap):
         return wrap(model(part[0]).mean().to(dtype), len(part[0]))
 
     batch = (torch.ones(9, 1),)
-    done = Accumulation(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 3)
+    done = retrying(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 3)
     assert float(done.loss) == pytest.approx(1, rel=1e-6)
     assert model.weight.grad.item() == pytest.approx(1, rel=1e-6)
 
@@ -313,7 +305,7 @@ def test_a_narrow_part_is_added_as_it_is(dtype, beside):
         divided = Part((model(part[0]).sum() / 16).to(dtype))
         return {"part": divided, "mean": model(part[0]).mean().to(dtype)} if beside else divided
 
-    done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe((torch.ones(16, 1),))], 3)
+    done = retrying(Workload(model, step), CpuDevice(), halve).run([describe((torch.ones(16, 1),))], 3)
     assert float(done.loss) == pytest.approx(1 + beside, rel=1e-6)
     assert model.weight.grad.item() == pytest.approx(1 + beside, rel=1e-3 if beside else 1e-7)
 
@@ -326,7 +318,7 @@ def test_a_part_that_is_kept_beside_the_loss_keeps_its_value():
         return Part(loss), loss.detach()
 
     model, batch = make_model(), make_tasks(8)
-    done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 2)
+    done = retrying(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 2)
     expected = [model(rows).square().sum() for rows in batch[0].split(2)]
     assert [value.item() for value in done.aux] == pytest.approx([value.item() for value in expected], rel=1e-12)
     assert float(done.loss) == pytest.approx(sum(expected).item(), rel=1e-12)
@@ -384,7 +376,7 @@ def test_what_has_no_meaning_is_refused(name):
     step, weigh, error, message = REFUSED[name]
     model, batch = Plain(), make_tasks(27)
     with pytest.raises(error, match=message):
-        Accumulation(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 7)
+        retrying(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 7)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lines import AtLine, interrupt
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -429,87 +428,6 @@ def fail_with(error):
         raise error
 
     return fail
-
-
-class InterruptedLine(AtLine):
-    """The user presses Ctrl-C at the n-th line of the code that runs a step and undoes it.
-
-    Attributes:
-        runs: The numbers of the lines that each line of the source was, the first time and every other.
-    """
-
-    MODULES = (
-        *(f"autobatch.training.{name}" for name in ("accumulation", "batch_mutation", "loss_denominators")),
-        *(f"autobatch.training.{name}" for name in ("micro_batches", "optimizer_step", "runner", "transaction")),
-        "autobatch.undo.",
-    )
-
-    def __init__(self, position):
-        super().__init__(position, interrupt, self.MODULES)
-        self.runs = {}
-
-    def line(self, frame, event, argument):
-        if event == "line":
-            self.runs.setdefault((frame.f_code, frame.f_lineno), []).append(self.lines + 1)
-        return super().line(frame, event, argument)
-
-
-def run_interrupted(way, position, plan):
-    """One step with an interrupt in it: where, what changed, what is left in ``.grad``, whether it stepped."""
-    model, optimizer, runner = make_update(scaled=way == "scaled step", plan=plan)
-    stepped = []
-    optimizer.register_step_pre_hook(lambda *_: stepped.append(True))
-    before = bits_of(model, optimizer)
-    run = runner.accumulate if way == "accumulate" else runner.step
-    with InterruptedLine(position) as interrupted:
-        try:
-            run(make_batch(8))
-        except KeyboardInterrupt:
-            torch.set_grad_enabled(True)  # a `with` that is interrupted where it ends is not left: Python's own gap
-    gradients = [gradient.clone() for gradient in gradients_of(model).values() if gradient is not None]
-    found = bits_of(model, optimizer)
-    changed = [key for key in before if (found[key] is None) != (before[key] is None)] or differences(found, before)
-    if not changed:
-        run(make_batch(8))  # a scaler that took this for unscaled would raise
-    return interrupted, changed, gradients, bool(stepped)
-
-
-def choose_positions(interrupt):
-    """The first, the middle and the last time that each line is run, in the order of the step."""
-    chosen = {runs[index] for runs in interrupt.runs.values() for index in (0, len(runs) // 2, -1)}
-    return sorted(chosen)
-
-
-@pytest.mark.parametrize(
-    ("way", "stride"),
-    [("step", 8), ("scaled step", 20), ("accumulate", 8), pytest.param("scaled step", 5, marks=pytest.mark.slow)],
-)
-@pytest.mark.timeout(400)
-def test_an_interrupt_at_any_line_undoes_the_step_or_leaves_no_gradient_of_it(way, stride):
-    """Before the optimizer's own step all is as before; from there on no gradient of it is left for the next one."""
-    plan = make_update(scaled=False)[2].plan
-    run_interrupted(way, -1, plan)  # what is looked up once a process is known from here on
-    whole, _, total, _ = run_interrupted(way, -1, plan)
-    positions = choose_positions(whole)
-    assert len(positions) >= 500
-    undone, after, turning, left = 0, 0, [], []
-    for position in positions[::stride]:
-        interrupt, changed, gradients, stepped = run_interrupted(way, position, plan)
-        assert interrupt.where, "as many lines as in the run before"
-        assert torch._C._is_torch_function_enabled(), interrupt.where
-        if not changed:
-            undone += 1
-        elif way == "accumulate":  # once sums move into the earlier gradients there is no way back: it is all done
-            assert not differences(dict(enumerate(gradients)), dict(enumerate(total))), interrupt.where
-            after += 1
-        else:
-            after += stepped
-            turning += [] if stepped else [interrupt.where]
-            left += [interrupt.where] if gradients else []
-    assert undone >= 400 // stride
-    assert after >= 20 // stride
-    assert len(turning) <= 10, turning  # the Runner has said that the optimizer steps, and it has not yet
-    assert not left
 
 
 def test_clipping_is_of_the_whole_gradient():

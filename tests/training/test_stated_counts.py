@@ -358,7 +358,7 @@ def test_among_several_ranks_a_loss_of_0_that_counts_is_warned_of(zero, caplog):
     """The others wait for this one: it runs nothing again."""
     counts = StatedCounts()
     runner = make_runner(ADD_UP["tokens"][0], texts(FULL), 4)
-    progress = runner._accumulation._begin([describe(texts(FULL))], 4)
+    progress = runner._accumulation.begin([describe(texts(FULL))], 4, runner._accumulation.record())
     done = [*progress.todo]
     with caplog.at_level(logging.WARNING, "autobatch"):
         for _ in range(2):

@@ -25,7 +25,7 @@ from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.step.reachable import attributes_of, parts_of, walk
 from autobatch.torch_internals.storages import storages_of
-from autobatch.undo.containers import VALUES_OF, children_of, find_contents
+from autobatch.undo.containers import children_of, find_contents
 from autobatch.undo.training_state import TrainingState
 from autobatch.undo.user_objects import UserObjects
 from autobatch.undo.value_copy import is_copied_by_value
@@ -102,7 +102,7 @@ def _is_beside(value: Any) -> bool:
 
 def _states_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     entries = [entry for optimizer in optimizers for entry in optimizer.state.values() if isinstance(entry, dict)]
-    return [value for value in chain.from_iterable(map(VALUES_OF, entries)) if isinstance(value, torch.Tensor)]
+    return [one for entry in entries for one in entry.values() if isinstance(one, torch.Tensor)]
 
 
 def _storages_in(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

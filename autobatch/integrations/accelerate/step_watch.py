@@ -7,7 +7,6 @@ wrapper, a gradient scaler. Does not cover optimizers that are no torch optimize
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autobatch.integrations.accelerate.outside_state import OutsideState
 from autobatch.memory.device import Device
 from autobatch.records import MemoryUsage, Trial
-from autobatch.undo.containers import VALUES_OF
 
 __all__ = ["EnoughMeasured", "StepWatch"]
 
@@ -115,5 +113,9 @@ class StepWatch:
         """
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         entries = [entry for entry in self._optimizer.state.values() if isinstance(entry, dict)]
-        held = [value for value in chain(parameters, *map(VALUES_OF, entries)) if isinstance(value, torch.Tensor)]
+        held = [
+            value
+            for value in (*parameters, *(one for entry in entries for one in entry.values()))
+            if isinstance(value, torch.Tensor)
+        ]
         return self._outside.bytes_with(held, self._device.torch_device.type)

@@ -40,7 +40,8 @@ from autobatch.integrations.lightning.metrics import metrics_in, states_of
 from autobatch.integrations.lightning.module_step import MicroBatchOutput, ModuleStep
 from autobatch.integrations.lightning.outputs import RETURNED, is_number
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.undo.undo import RewindPoint
+from autobatch.undo.undo import Undo
+from autobatch.undo.written_memory import WrittenMemory
 
 __all__ = ["LOSS", "KnownNames", "agreed_rules", "find_rules"]
 
@@ -179,7 +180,7 @@ def _try(
             batch = layout.take(0, count)
             few = Layout(map_tensors(batch, widen) if is_held else batch, count, layout.lists)
             # Only now: it would put back the rates of dropout.
-            before = RewindPoint([*module.modules()], next(module.parameters()).device, objects=objects)
+            before = Undo(module, next(module.parameters()).device, keep=objects)
             try:
                 for _ in range(_MOST_RUNS):
                     runs = [_run(step, few, one, before, random) for one in ((count,), (count,), sizes)]
@@ -213,9 +214,9 @@ def agreed_rules(found: Iterable[Iterable[Sequence[Any]]]) -> dict[Key, Rule]:
     return agreed
 
 
-def _run(step: ModuleStep, few: Layout, sizes: Sequence[int], before: RewindPoint, random: SampleNumbers | None) -> Run:
+def _run(step: ModuleStep, few: Layout, sizes: Sequence[int], before: Undo, random: SampleNumbers | None) -> Run:
     for start, stop in pairwise((0, *accumulate(sizes))):
-        with before.record(few.tensors()):  # a metric may add to its tensors in place
+        with before.watch(WrittenMemory(), few.tensors()):  # a metric may add to its tensors in place
             if random is not None:
                 random.begin(start, stop, few.count)
             step.run(step.module, few.take(start, stop))

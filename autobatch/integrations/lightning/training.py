@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from autobatch.batch.layout import describe
 from autobatch.distributed.ranks import all_or_none, find_ranks
@@ -35,7 +34,7 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.records import Verdict
 from autobatch.result import StepResult
-from autobatch.undo.undo import StepState
+from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
 
 __all__ = ["Optimization"]
@@ -310,7 +309,7 @@ class Optimization:
     @contextmanager
     def _keeping(self) -> Iterator[None]:
         """Put back what a step changes outside the module."""
-        kept = StepState(nn.Module(), torch.device("cpu"), check_objects(self._kept()), records=False).begin()
+        kept = Undo(None, torch.device("cpu"), keep=check_objects(self._kept()))
         try:
             yield
         finally:

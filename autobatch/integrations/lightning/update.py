@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
+from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import CannotRetry
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.runner import Runner
 from autobatch.training.optimizer_step import Update
+from autobatch.training.step_errors import explain_no_retry
 from autobatch.undo.optimizer_state import forget_state, make_state
+from autobatch.undo.undo import Undo
 
 __all__ = ["Apply", "LightningRunner", "LightningUpdate"]
 
@@ -30,18 +33,19 @@ class LightningUpdate(Update):
     """The update of a Runner whose optimizer Lightning steps.
 
     Attributes:
-        apply: Lightning's.
+        lightning: Lightning's update.
         ended_early: Whether memory ended in the last one before the parameters moved.
     """
 
-    apply: Apply | None = None
+    lightning: Apply | None = None
     ended_early: bool = False
 
-    def run(self, begin: Callable[[], None]) -> None:
+    def run(self, begin: Callable[[], None], step: int) -> None:
         """Make the optimizer's state, then let Lightning do the rest.
 
         Args:
             begin: Called right before the parameters move. An error before it leaves all as it was but ``.grad``.
+            step: Number of the step.
 
         Raises:
             DoesNotFit: The step does not fit.
@@ -60,10 +64,9 @@ class LightningUpdate(Update):
                 begun = True
 
         try:
-            self.check_memory()
             made = make_state(self._inner)
-            assert self.apply is not None  # noqa: S101 - narrows for mypy
-            self.apply(begin_once)
+            assert self.lightning is not None  # noqa: S101 - narrows for mypy
+            self.lightning(begin_once)
             begin_once()  # an ``optimizer_step`` of the user's own may leave a step out
         except BaseException as error:
             if not begun:
@@ -77,7 +80,8 @@ class LightningUpdate(Update):
             self.gradients = gradients
         if reason is not None:
             raise CannotRetry(
-                f"memory ended inside the optimizer's step ({reason}): parameters may have moved, {self.advise()}"
+                f"ran out of memory inside the optimizer's step ({reason}): parameters may have moved, "
+                f"{explain_no_retry(step, self.plan)}"
             )
 
     def leave_gradients(self) -> None:
@@ -123,5 +127,20 @@ class LightningRunner(Runner):
         self, optimizers: Sequence[Any], scaler: Any, max_grad_norm: float | None, schedulers: Sequence[Any]
     ) -> Update:
         made = super()._make_update(optimizers, scaler, max_grad_norm, schedulers)
-        self.update = LightningUpdate(made.optimizers, made.check_memory, made.advise, apply=self._apply)
+        self.update = LightningUpdate(made.optimizers, made.plan, lightning=self._apply)
         return self.update
+
+    def _finish(self, undo: Undo, shared: SharedStep | None, *, update: bool) -> None:
+        """Let Lightning make the update; the commit is where its parameters are about to move."""
+        self._free_memory.check_update()
+
+        def commit() -> None:
+            if shared is not None:
+                shared.agree_on_update()
+            self._accumulation.commit(undo)
+
+        try:
+            self.update.run(commit, self.steps)
+        finally:
+            if undo.is_released:
+                self._accumulation.drop_gradients()

@@ -22,7 +22,8 @@ from transformers.trainer_callback import ExportableState
 from autobatch.integrations.transformers.metrics import MetricLengths
 from autobatch.memory.device import Device
 from autobatch.undo.containers import Found, find_contents
-from autobatch.undo.undo import RewindPoint, StepState
+from autobatch.undo.undo import Undo
+from autobatch.undo.written_memory import WrittenMemory
 
 __all__ = ["AutobatchState", "EvaluationState", "TrainerAttributes"]
 
@@ -165,13 +166,12 @@ class EvaluationState:
 
     def __init__(self, trainer: Any, device: Callable[[], Device], keep: Sequence[Any]) -> None:
         self._attributes, self._device, self._keep = TrainerAttributes(trainer), device, keep
-        self._of: tuple[nn.Module, StepState] | None = None
-        self._begun: tuple[Attributes, RewindPoint] | None = None
+        self._begun: tuple[Attributes, Undo] | None = None
 
-    def begin(self, model: nn.Module) -> RewindPoint:
+    def begin(self, model: nn.Module) -> Undo:
         """Record all of it before a pass, in the place of what was recorded before another."""
         self.end()
-        point = self._state_of(model).begin()
+        point = Undo(model, self._device().torch_device, keep=self._keep)
         self._begun = self._attributes.take(), point
         return point
 
@@ -179,7 +179,7 @@ class EvaluationState:
     def undone(self, model: nn.Module) -> Iterator[None]:
         """A block after which all of it is as before, and all memory that is written into in it, whoever holds it."""
         try:
-            with self.begin(model).record(()):
+            with self.begin(model).watch(WrittenMemory()):
                 yield
         finally:
             self.put_back()
@@ -199,9 +199,3 @@ class EvaluationState:
         if self._begun is not None:
             self._begun[1].release()
         self._begun = None
-
-    def _state_of(self, model: nn.Module) -> StepState:
-        """One for all passes of a model: what has not changed is not recorded anew."""
-        if self._of is None or self._of[0] is not model:
-            self._of = model, StepState(model, self._device().torch_device, self._keep, records=False)
-        return self._of[1]

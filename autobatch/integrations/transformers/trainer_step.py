@@ -28,7 +28,7 @@ from autobatch.integrations.transformers.trainer_logs import TrainerLogs
 from autobatch.integrations.transformers.trainer_state import TrainerAttributes
 from autobatch.memory.oom import describe_error
 from autobatch.step.workload import Workload
-from autobatch.undo.undo import RewindPoint
+from autobatch.undo.undo import Undo
 
 __all__ = ["TrainerStep", "modes_of_training"]
 
@@ -78,10 +78,10 @@ class TrainerStep:
             )
         return losses[0]
 
-    def _begin(self, model: nn.Module) -> RewindPoint:
+    def _begin(self, model: nn.Module) -> Undo:
         """What a few passes may change, as it is now."""
         device = next(model.parameters()).device
-        return RewindPoint([*model.modules()], device, objects=[TrainerAttributes(self.trainer), self.metrics.tokens])
+        return Undo(model, device, keep=[TrainerAttributes(self.trainer), self.metrics.tokens])
 
     def learn_logs(self, model: nn.Module, cut: Cut, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> None:
         """Find how numbers that it logs are put together, on a few samples; without it they are means over samples."""

@@ -32,7 +32,7 @@ from autobatch.plan import Plan
 from autobatch.result import StepResult
 from autobatch.runner import Runner
 from autobatch.undo.random_state import RandomState
-from autobatch.undo.undo import StepState
+from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
 
 __all__ = ["TrainingStep"]
@@ -279,7 +279,7 @@ class TrainingStep:
         attributes, random = TrainerAttributes(self._trainer), RandomState(self.device().torch_device)
         taken = attributes.take()
         objects = check_objects([*self._options.keep])
-        before = StepState(nn.Module(), torch.device("cpu"), objects, records=False).begin()
+        before = Undo(None, torch.device("cpu"), keep=objects)
         try:
             yield
         finally:

@@ -31,11 +31,10 @@ from autobatch.step.default_step import explain_default
 from autobatch.step.losses import Mean, Sum, Term
 from autobatch.step.workload import Workload, check_leaves
 from autobatch.torch_internals.backward import IS_TRIED, TENSOR_BACKWARD
-from autobatch.training.batch_mutation import WROTE_INTO_BATCH
-from autobatch.undo.gradients import Float32Sums, GradientStamps
+from autobatch.training.misuse import WROTE_INTO_BATCH, GradientWatch
+from autobatch.undo.gradients import Float32Sums
 from autobatch.undo.module_state import ModuleState
 from autobatch.undo.optimizer_state import make_state
-from autobatch.undo.undo import RewindPoint
 
 __all__ = ["Circumstances", "DryRun"]
 
@@ -105,15 +104,14 @@ class DryRun:
 
     def _accumulate(self, batch: Any, outputs: list[Any], *, is_placed: bool) -> None:
         """All micro-batches, and what comes before the optimizer's own step."""
-        before = _begin_rewind_point(self._modules)
+        held = _hold_state(self._workload.model)
         self._sums.begin(self._parameters)
-        for index in range(self._circumstances.micro_batches):
-            here = _begin_rewind_point(self._modules, before.modules) if index else before
+        for _ in range(self._circumstances.micro_batches):
             self._run_micro_batch(batch, outputs, is_placed=is_placed)
-            del here
         self.recorder.log.phase = "optimizer"
         self._rank.reduce(self._parameters, self._sums)
         self._sums.end()
+        del held
         self._label_gradients()
         if self._optimizer is not None:
             make_state(self._optimizer)
@@ -124,13 +122,13 @@ class DryRun:
         with self._names:
             first = len(self.recorder.log.sizes)
             with self.recorder.forward():
-                stamps = GradientStamps(self._parameters, self._sums)
+                gradients = GradientWatch(self._parameters, self._sums)
                 placed = map_tensors(batch, self._place)  # held to the end of the backward pass, as in training
                 versions = [tensor._version for tensor in tensors_of(placed)]
                 output = self._workload.run(with_fresh_containers(placed))
                 if is_placed and [tensor._version for tensor in tensors_of(placed)] != versions:
                     raise InvalidArgument(WROTE_INTO_BATCH)
-                stamps.refuse_change()
+                gradients.refuse_change()
                 loss, factor = self._divide(output.terms)
                 check_leaves(loss, self._leaves)
             for tensor in tensors_of(output.aux):
@@ -177,12 +175,12 @@ class DryRun:
                 self.recorder.label(gradient, "gradient", self._owners.get(id(parameter), ""))
 
 
-def _begin_rewind_point(modules: Sequence[nn.Module], earlier: ModuleState | None = None) -> RewindPoint:
-    """What the Runner holds beside a micro-batch: the memory that modules refer to, and copies of their buffers."""
+def _hold_state(model: nn.Module) -> tuple[ModuleState, list[torch.Tensor]]:
+    """What the Runner holds during a step: the memory that modules refer to, and copies of their buffers."""
     # Its aliases take no memory, so no mode need see them: each took 56 us there, a ninth of a ResNet-50's trace.
     with torch._C._DisableTorchDispatch():
-        state = ModuleState(modules, earlier)
-    return RewindPoint(modules, torch.device("cpu"), state=state)
+        state = ModuleState([model])
+    return state, [buffer.detach().clone() for buffer in state.buffers]
 
 
 def _without_counts(workload: Workload) -> Workload:

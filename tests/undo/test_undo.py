@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from workloads import Everything, bits_of, differences, make_batch
 
-from autobatch.undo.undo import RewindPoint
+from autobatch.undo.undo import Undo
 
 pytestmark = pytest.mark.quick
 
@@ -21,22 +21,22 @@ def test_a_forward_pass_is_undone():
     """Running statistics, non-persistent buffers and every generator are bitwise as before; a second time too."""
     model = Everything()
     before = bits_of(model)
-    checkpoint = RewindPoint([*model.modules()], CPU)
+    undo = Undo(model, CPU)
     for _ in range(2):
         model(make_batch(6)[0])
         random.random()
         np.random.rand()
         assert differences(bits_of(model), before)
-        checkpoint.restore()
+        undo.restore()
         assert not differences(bits_of(model), before)
 
 
 def test_the_same_dropout_comes_again():
     """The repeated pass is bitwise the first one."""
     model, (inputs, _) = Everything(), make_batch(6)
-    checkpoint = RewindPoint([*model.modules()], CPU)
+    undo = Undo(model, CPU)
     first = model(inputs)
-    checkpoint.restore()
+    undo.restore()
     assert torch.equal(model(inputs), first)
 
 
@@ -46,11 +46,11 @@ def test_buffers_keep_their_identity():
     model.register_buffer("state", torch.zeros(3))
     model.register_buffer("mask", None)
     kept = model.state
-    checkpoint = RewindPoint([*model.modules()], CPU)
+    undo = Undo(model, CPU)
     kept += 1
     model.state = torch.ones(5)
     model.mask = torch.ones(2)
-    checkpoint.restore()
+    undo.restore()
     assert model.state is kept
     assert kept.tolist() == [0, 0, 0]
     assert model.mask is None
@@ -61,9 +61,9 @@ def test_one_buffer_in_two_modules_is_the_same_again():
     model = nn.ModuleList([nn.Module(), nn.Module()])
     model[0].register_buffer("table", torch.zeros(3))
     model[1].register_buffer("table", model[0].table)
-    checkpoint = RewindPoint([*model.modules()], CPU)
+    undo = Undo(model, CPU)
     model[1].table += 1
-    checkpoint.restore()
+    undo.restore()
     assert model[0].table is model[1].table
     assert model[0].table.tolist() == [0, 0, 0]
 
@@ -85,9 +85,9 @@ def test_any_buffer_comes_back(make):
     model = nn.Module()
     model.register_buffer("buffer", make())
     before = bits_of(model)
-    checkpoint = RewindPoint([*model.modules()], CPU)
+    undo = Undo(model, CPU)
     model.buffer.zero_()
-    checkpoint.restore()
+    undo.restore()
     assert not differences(bits_of(model), before)
 
 
@@ -98,9 +98,9 @@ def test_a_sparse_buffer_comes_back(layout):
     model = nn.Module()
     model.register_buffer("adjacency", torch.eye(3).to_sparse(layout=layout))
     kept = model.adjacency
-    checkpoint = RewindPoint([*model.modules()], CPU)
+    undo = Undo(model, CPU)
     model.adjacency.values().zero_() if layout is torch.sparse_csr else model.adjacency._values().zero_()
-    checkpoint.restore()
+    undo.restore()
     assert model.adjacency is kept
     assert torch.equal(model.adjacency.to_dense(), torch.eye(3))
 
@@ -110,9 +110,9 @@ def test_an_overlapping_buffer_is_left_alone():
     model = nn.Module()
     model.register_buffer("positions", torch.arange(4).expand(3, 4))
     kept = model.positions
-    checkpoint = RewindPoint([*model.modules()], CPU)
+    undo = Undo(model, CPU)
     model.positions = None
-    checkpoint.restore()
+    undo.restore()
     assert model.positions is kept
 
 
@@ -120,8 +120,8 @@ def test_restoring_does_not_enter_a_graph():
     """It happens between forward passes, where gradients are recorded."""
     model = nn.Module()
     model.register_buffer("state", torch.zeros(3))
-    checkpoint = RewindPoint([*model.modules()], CPU)
-    checkpoint.restore()
+    undo = Undo(model, CPU)
+    undo.restore()
     assert model.state.is_leaf
     assert not model.state.requires_grad
 
@@ -145,9 +145,9 @@ def test_a_buffer_whose_memory_was_replaced_points_to_its_own_again(change, shap
     model = nn.Module()
     model.register_buffer("table", torch.rand(shape))
     kept, storage, before = model.table, model.table.untyped_storage()._cdata, bits_of(model)
-    checkpoint = RewindPoint([*model.modules()], CPU)
+    undo = Undo(model, CPU)
     change(model.table)
-    checkpoint.restore()
+    undo.restore()
     assert model.table is kept
     assert not differences(bits_of(model), before)
     assert kept.stride() == torch.empty(shape).stride()
@@ -158,7 +158,7 @@ def test_an_overlapping_buffer_whose_memory_was_replaced_comes_back():
     """It is not copied, yet it can be pointed elsewhere."""
     model = nn.Module()
     model.register_buffer("positions", torch.arange(4).expand(3, 4))
-    checkpoint = RewindPoint([*model.modules()], CPU)
+    undo = Undo(model, CPU)
     model.positions.data = torch.arange(8).expand(3, 8)
-    checkpoint.restore()
+    undo.restore()
     assert model.positions.tolist() == [[0, 1, 2, 3]] * 3
