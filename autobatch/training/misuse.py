@@ -5,7 +5,7 @@ Tensors count their writes. NumPy arrays do not: copies of them are compared, in
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from autobatch.batch.tree import is_array, leaves_of
 from autobatch.errors import InvalidArgument
 from autobatch.torch_internals.storages import storages_of
 from autobatch.undo.gradients import Float32Sums
+from autobatch.undo.written_memory import Saved
 
 WROTE_INTO_BATCH = (
     "step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a copy"
@@ -40,11 +41,11 @@ class BatchWatch:
         arrays = [leaf for leaf in leaves_of([*batches]) if _can_be_watched(leaf)]
         self._arrays = [(array, array.copy()) for array in arrays]
 
-    def refuse_writes(self, copied: Container[int], *, stays: bool) -> None:
+    def refuse_writes(self, copied: Saved, *, stays: bool) -> None:
         """Refuse a step that wrote into its batch; arrays are restored.
 
         Args:
-            copied: Storages (``_cdata``) that were copied before the step wrote into them: they can be restored.
+            copied: Memory that was copied before the step wrote into it, so that it can be restored.
             stays: Whether the user sees the batch, in which other writes stay.
 
         Raises:
@@ -55,7 +56,8 @@ class BatchWatch:
             array[...] = copy
         counts = zip(self._counted, self._versions, strict=True)
         moved = [tensor for tensor, count in counts if tensor._version != count]  # a view counts with its base
-        is_recorded = any(storage._cdata in copied for tensor in self.tensors for storage in storages_of(tensor))
+        keys = {storage._cdata for tensor in self.tensors for storage in storages_of(tensor)} & copied.keys()
+        is_recorded = any(not torch.equal(*copied[key]) for key in keys)
         if moved or is_recorded or written:
             is_lost = any(storage._cdata not in copied for tensor in moved for storage in storages_of(tensor))
             raise InvalidArgument(

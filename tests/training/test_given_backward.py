@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from contextlib import suppress
 from functools import cache
 
 import pytest
 import torch
-from lines import AtLine, interrupt
 from torch import nn
 from workloads import Plain, bits_of, differences, full_batch_gradient, gradients_of, make_batch, mean_step
 
 import autobatch
 from autobatch.errors import InvalidArgument
 from autobatch.testing import oom_at
-from autobatch.training.given_backward import _Gradients
 
 
 @cache
@@ -268,40 +264,3 @@ def test_one_that_adds_to_narrow_gradients_itself_is_refused():
     with pytest.raises(InvalidArgument, match=r"adds to \.grad of a parameter in torch\.bfloat16 itself"):
         runner.accumulate(make_batch(16, torch.bfloat16))
     assert not differences(bits_of(model), before)
-
-
-def test_an_interrupt_at_any_line_leaves_no_hook():
-    """On any parameter; at most an empty table, as an interrupt leaves that comes as one is made."""
-    modules = ("autobatch.training.given_backward", "autobatch.step.gradient_hooks")
-    position, where = 0, "the first line"
-    while where:
-        position += 1
-        model, runner = make_runner(run_backward)
-        with (
-            AtLine(position, interrupt, modules) as interrupted,
-            suppress(KeyboardInterrupt),
-        ):
-            runner.accumulate(make_batch(16, torch.float64))
-        where = interrupted.where
-        assert [p for p in model.parameters() if p._post_accumulate_grad_hooks] == [], where
-    assert position > 20
-
-
-@pytest.mark.parametrize("copies", [False, True])
-def test_no_hook_stays_in_a_table_that_the_function_replaced(copies):
-    """By an empty one or by a copy: it may put the table back later, and a hook of the first pass would run on."""
-    model = Plain(torch.float64)
-    weight = next(model.parameters())
-    own, seen = OrderedDict(), []
-    weight._post_accumulate_grad_hooks = own
-
-    def backward(loss):
-        seen.append([*map(type, own)])
-        weight._post_accumulate_grad_hooks = OrderedDict(own if copies else ())
-        loss.backward()
-
-    runner = autobatch.Runner(make_plan(), model, mean_step, None, backward=backward)
-    runner.accumulate(make_batch(16, torch.float64))
-    assert _Gradients in seen[0]
-    assert not own
-    assert not weight._post_accumulate_grad_hooks
