@@ -354,8 +354,8 @@ MUTANTS = (
     Mutant(
         "trimming is not checked",
         EXACTNESS + "verification.py",
-        "    if not samples.padding.dims:\n",
-        "    if True:\n",
+        "    if verdict.exact and samples is not None and lengths is not None and samples.padding.dims:\n",
+        "    if False:\n",
         ("tests/fitting/test_length_search.py",),
     ),
     Mutant(
@@ -612,7 +612,7 @@ MUTANTS = (
     Mutant(
         "an update that is another each time is blamed on the parts",
         EXACTNESS + "updates.py",
-        "            if _distance(parts, whole) <= _REPEATS * _distance(again, whole):",
+        "            if _distance(divided, once) <= _REPEATS * _distance(again, once):",
         "            if False:",
         UPDATE_CHECK_TESTS,
     ),
@@ -743,8 +743,8 @@ MUTANTS = (
     Mutant(
         "the split of many samples is not looked at",
         EXACTNESS + "verification.py",
-        "    if not few.exact:\n",
-        "    if True:\n",
+        "            verdict = compare_many(comparison, verdict, planned, samples)\n",
+        "            pass\n",
         FULL_SIZE_TESTS,
     ),
     Mutant(
@@ -756,15 +756,15 @@ MUTANTS = (
     ),
     Mutant(
         "memory that ends among many samples ends the check",
-        EXACTNESS + "compare_split.py",
+        EXACTNESS + "comparison.py",
         "            if is_oom(error, handled=handled):\n                return None, reason\n",
         "            if is_oom(error, handled=handled):\n                raise\n",
         FULL_SIZE_TESTS,
     ),
     Mutant(
         "a model that does not fit is tried again with fewer samples",
-        EXACTNESS + "compare_split.py",
-        "isinstance(ended, _ModelDoesNotFit) and not self.exact_at",
+        EXACTNESS + "comparison.py",
+        "isinstance(shortage, _ModelDoesNotFit) and not self.exact_at",
         "False",
         ("tests/exactness/test_check_in_fit.py",),
     ),
@@ -777,9 +777,9 @@ MUTANTS = (
     ),
     Mutant(
         "a module that the step has made stays for the next comparison",
-        EXACTNESS + "compare_split.py",
-        "            measured.rewind_point.restore()  #",
-        "            pass  #",
+        EXACTNESS + "comparison.py",
+        "        stack.callback(measured.start.restore)\n",
+        "",
         VERIFICATION_TESTS,
     ),
     Mutant(
@@ -1391,15 +1391,15 @@ MUTANTS = (
     Mutant(
         "all samples draw alike",
         f"{EXACTNESS}sample_numbers.py",
-        '        if kind != "alike":\n',
-        "        if False:\n",
+        """        if self._kinds.get(site) != "alike":\n            if not""",
+        "        if False:\n            if not",
         ("tests/exactness/test_per_sample_random.py",),
     ),
     Mutant(
         "a part draws as if it were the first",
         f"{EXACTNESS}sample_numbers.py",
-        "return numbers.narrow(dim, self._start * rows, size)",
-        "return numbers.narrow(dim, 0, size)",
+        "rows = torch.tensor(self._rows, device=numbers.device)",
+        "rows = torch.arange(len(self._rows), device=numbers.device)",
         ("tests/exactness/test_per_sample_random.py",),
     ),
     Mutant(
@@ -1678,7 +1678,7 @@ MUTANTS = (
     Mutant(
         "a check leaves a teacher as its last run had it",
         EXACTNESS + "measurement.py",
-        "        self.rewind_point.restore_outside()\n",
+        "        self.start.restore_outside()\n",
         "",
         ("tests/step/test_outside_tensors.py",),
     ),
@@ -2078,7 +2078,7 @@ MUTANTS = (
     Mutant(
         "an array of another shape than the whole's is held still",
         "autobatch/exactness/sample_numbers.py",
-        "if not is_part or shape == shapes[order]:",
+        "if not self._is_part() or shape == shapes[order]:",
         "if drawn is drawn:",
         ("tests/exactness/test_host_draws.py",),
     ),
@@ -2161,7 +2161,7 @@ MUTANTS = (
     ),
     Mutant(
         "an error of many samples is taken for one of a single sample",
-        "autobatch/exactness/compare_split.py",
+        "autobatch/exactness/comparison.py",
         "if refused == 1 and partitions",
         "if partitions",
         VERIFICATION_TESTS,

@@ -1,59 +1,41 @@
-"""Makes a step deterministic: no dropout, the same random numbers for each sample, float32 or wider throughout.
+"""Makes a step repeatable: the same random numbers for each sample, no dropout, float32 or wider throughout.
 
-Covers dropout, random numbers, autocast, TF32, parameters and casts in half precision, and compiled code: whatever
-makes the same samples give another gradient only because they were split otherwise. Does not cover state that changes
-with each forward pass (``measurement`` restores it) nor kernels of other packages that draw random numbers or round.
+Two batches of the same samples then differ in their gradients only by rounding, however they are divided. One dispatch
+mode sees every operator, also what a checkpoint runs again in a backward pass. Kernels of other packages that draw or
+round themselves are not seen.
 """
 
 from __future__ import annotations
 
+import random as python_random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from autobatch._user_errors import contextmanager
-from autobatch.exactness.host_draws import hold_host_draws
-from autobatch.exactness.per_sample_random import PerSampleRandom
-from autobatch.exactness.sample_numbers import SampleNumbers
+from autobatch.exactness.sample_numbers import SampleNumbers, running_frames
+from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator
 
-__all__ = ["deterministic", "widen"]
-
-_LOCK = threading.RLock()  # ``torch.autocast`` and TF32 are settings of the whole process
+_LOCK = threading.RLock()  # precision is a setting of the whole process
 _HALF = (torch.float16, torch.bfloat16)
 _WIDER = {
     torch.float32: dict.fromkeys(_HALF, torch.float32),
     torch.float64: {**dict.fromkeys((*_HALF, torch.float32), torch.float64), torch.complex64: torch.complex128},
 }
-# These pass their rate to a fused kernel (cuDNN's recurrent layers) or around the function mode below; and what a
-# checkpoint recomputes in the backward pass, it recomputes without that mode.
-_LAYERS_WITH_RATES: dict[type[nn.Module], str] = {
-    nn.RNNBase: "dropout",
-    nn.MultiheadAttention: "dropout",
-    nn.modules.dropout._DropoutNd: "p",  # noqa: SLF001 - the base of all dropout layers has no public name
-}
-_PLAIN_DROPOUTS: tuple[Callable[..., Any], ...] = (
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-    torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout,
-    torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_,
-)  # fmt: skip
-_DROPOUTS: dict[Callable[..., Any], tuple[str, int]] = {
-    **dict.fromkeys(_PLAIN_DROPOUTS, ("p", 1)),
-    F.multi_head_attention_forward: ("dropout_p", 10),  # its own calls no longer pass the function mode
-    F.scaled_dot_product_attention: ("dropout_p", 4),
-}
-"""Where each function takes its rate: the name, and the position in a call without names."""
-_CASTS = {torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16, torch.Tensor.float: torch.float32}
-_FACTORIES = frozenset((
-    torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty,
-    torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn,
-))  # fmt: skip
-"""Functions that make tensors of torch's default dtype when no dtype is given."""
+_STATEFUL = frozenset(
+    ("seed", "getstate", "setstate", "get_state", "set_state", "get_bit_generator", "set_bit_generator")
+)
+_ATEN: Any = torch.ops.aten
 
 
 @contextmanager
@@ -64,112 +46,296 @@ def deterministic(
     *,
     random: SampleNumbers | None = None,
 ) -> Iterator[SampleNumbers]:
-    """Make every forward and backward pass inside the block deterministic; afterwards all is as it was.
+    """Make every forward and backward pass inside the block repeatable, one thread at a time.
 
-    It takes memory: a model in half precision is there in ``dtype`` (float32 or float64) as well, as are its
-    activations; where that does not fit the error comes out. No parameter in half precision may have a ``.grad``: its
-    dtype would be another than the parameter's. One thread at a time. Yields the random numbers (``random``, or new
-    ones), which need to know the samples of each forward pass.
+    A model in half precision takes more memory, since it is widened to ``dtype`` (float32 or float64), as are its
+    activations. Parameters in half precision may have no ``.grad``, whose dtype would differ from theirs.
+
+    Yields:
+        The random numbers (``random``, or new ones). They have to know the samples of each forward pass.
     """
-    wider = _WIDER[dtype]
+    wider, random = _WIDER[dtype], random or SampleNumbers()
     with ExitStack() as stack:
-        stack.enter_context(_LOCK)
-        _disable_autocast(stack)
-        _use_full_precision(stack)
+        stack.enter_context(full_precision())
         for module in model.modules():
-            for layer, rate in _LAYERS_WITH_RATES.items():
-                if isinstance(module, layer):
-                    _set(stack, module, rate, 0.0)
+            if isinstance(module, nn.RNNBase):  # its fused kernels draw where no mode sees it
+                _set(stack, module, "dropout", 0.0)
         for tensor in (*parameters, *model.buffers()):
             if tensor.dtype in wider:
                 _set(stack, tensor, "data", tensor.data.to(wider[tensor.dtype]))
-        random = random or SampleNumbers()
-        stack.enter_context(PerSampleRandom(random))
-        stack.enter_context(hold_host_draws(random))
-        stack.enter_context(_NoDropoutNorCasts(wider))
+        stack.callback(torch.clear_autocast_cache)  # autocast has kept casts that were widened
+        stack.enter_context(_Repeatable(wider, random))
+        stack.enter_context(_hold_host_draws(random))
         yield random
 
 
 def widen(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A copy, in ``dtype`` where it is narrower; a leaf that requires a gradient where the original does."""
+    """Copy a tensor, to ``dtype`` if it is narrower; a leaf that requires a gradient if the original does."""
     wide = tensor.detach().to(_WIDER[dtype].get(tensor.dtype, tensor.dtype), copy=True)
     return wide.requires_grad_(tensor.requires_grad)
 
 
-class _NoDropoutNorCasts(TorchFunctionMode):
-    """Calls dropout with a rate of 0, and widens every request for a narrower dtype."""
+def is_narrow(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether any of them is in half precision."""
+    return any(tensor.dtype in _HALF for tensor in tensors)
 
-    def __init__(self, wider: Mapping[torch.dtype, torch.dtype]) -> None:
-        super().__init__()
-        self._wider = wider
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run the function with the changed arguments."""
-        if func is torch.Tensor.view:  # reads the same bytes as another dtype, it does not cast
-            return func(*args, **(kwargs or {}))
-        if _CASTS.get(func) in self._wider:
-            func, args = torch.Tensor.to, (*args, _CASTS[func])
-        given = [self._widen_dtype(value) for value in args]
-        named = {name: self._widen_dtype(value) for name, value in (kwargs or {}).items()}
-        if func in _DROPOUTS:
-            name, position = _DROPOUTS[func]
-            if len(given) > position:
-                given[position] = 0.0
-            else:
-                named[name] = 0.0
-        result = func(*given, **named)
-        if func in _FACTORIES and result.dtype in self._wider and named.get("out") is None:
-            return result.detach().to(self._wider[result.dtype]).requires_grad_(result.requires_grad)
-        return result
-
-    def _widen_dtype(self, value: Any) -> Any:
-        return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute float32 operations in full precision, without TF32, one thread at a time."""
+    backends: Any = torch.backends
+    with ExitStack() as stack:
+        stack.enter_context(_LOCK)
+        if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
+            _set(stack, backends.cuda.matmul, "allow_tf32", False)
+            _set(stack, backends.cudnn, "allow_tf32", False)
+        else:
+            for operation in (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn):
+                _set(stack, operation, "fp32_precision", "ieee")
+            try:
+                # The older switch where it can be read: after the newer one, `torch.backends.cudnn.flags`, which CTC
+                # losses use, would raise in the step.
+                _set(stack, backends.cudnn, "allow_tf32", False)
+            except RuntimeError:
+                _set(stack, backends.cudnn.conv, "fp32_precision", "ieee")
+                _set(stack, backends.cudnn.rnn, "fp32_precision", "ieee")
+        try:
+            # Both switches: torch raises in a step that reads the older one if the two disagree.
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+        except RuntimeError:  # they disagreed before
+            pass
+        yield
 
 
 def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Until the stack is left."""
+    """Set an attribute until the stack is left."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
 
-def _disable_autocast(stack: ExitStack) -> None:
-    """What is on, and what the step enters itself, as an object, a decorator, or recomputing."""
-    enter: Callable[[Any], Any] = torch.autocast.__enter__
+class _Repeatable(DispatchMode):
+    """Widens every request for a narrower dtype, draws for samples, and drops nothing."""
 
-    def enter_disabled(autocast: Any) -> Any:
-        with ExitStack() as entering:
-            if PerSampleRandom.is_active():  # not another thread's
-                # Only while it enters: the object may be the user's, to be used again.
-                _set(entering, autocast, "_enabled", False)
-            return enter(autocast)
+    supports_higher_order_operators = True
 
-    accelerator = torch.accelerator.current_accelerator()
-    for kind in {"cpu", "cpu" if accelerator is None else accelerator.type}:
-        if torch.amp.is_autocast_available(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-    _set(stack, torch.autocast, "__enter__", enter_disabled)
+    def __init__(self, wider: Mapping[torch.dtype, torch.dtype], random: SampleNumbers) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._wider, self._random = wider, random
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run the operator with the changed arguments, or what replaces it."""
+        kwargs, kind = kwargs or {}, _kind_of(func)
+        if kind == "view":  # reads the same bytes as another dtype: no cast
+            return func(*args, **kwargs)
+        args = [self._widen_dtype(value) for value in args]
+        kwargs = {name: self._widen_dtype(value) for name, value in kwargs.items()}
+        if kind == "kernel":
+            return func(**_without_dropout(_read_arguments(func, args, kwargs)))
+        if kind == "draw":
+            result = self._widen_new(_draw(func, _read_arguments(func, args, kwargs), self._random), args)
+            out = kwargs.get("out")
+            return result if out is None else out.resize_(result.shape).copy_(result)
+        result = call_operator(func, tuple(args), kwargs)
+        return result if "out" in kwargs else self._widen_new(result, () if func is _ATEN.lift_fresh.default else args)
+
+    def _widen_new(self, result: Any, args: Sequence[Any]) -> Any:
+        """Widen a tensor that an operator has made in torch's default dtype, from no other tensor."""
+        if torch.float32 not in self._wider or not isinstance(result, torch.Tensor) or result.dtype not in self._wider:
+            return result
+        if any(isinstance(value, torch.Tensor) for value in args):
+            return result
+        return result.detach().to(self._wider[result.dtype]).requires_grad_(result.requires_grad)
+
+    def _widen_dtype(self, value: Any) -> Any:
+        return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
+
+    @staticmethod
+    def is_active() -> bool:
+        """Return whether it is active in this thread; backward passes in torch's threads take it over."""
+        return any(isinstance(mode, _Repeatable) for mode in _get_current_dispatch_mode_stack())
 
 
-def _use_full_precision(stack: ExitStack) -> None:
-    """In float32 operations."""
-    backends: Any = torch.backends
-    if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
-        _set(stack, backends.cuda.matmul, "allow_tf32", False)
-        _set(stack, backends.cudnn, "allow_tf32", False)
-    else:
-        for operation in (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn):
-            _set(stack, operation, "fp32_precision", "ieee")
-        try:
-            # Where it can be read the older switch is turned: after the newer one `torch.backends.cudnn.flags`, which
-            # CTC losses use, would raise in the step.
-            _set(stack, backends.cudnn, "allow_tf32", False)
-        except RuntimeError:
-            _set(stack, backends.cudnn.conv, "fp32_precision", "ieee")
-            _set(stack, backends.cudnn.rnn, "fp32_precision", "ieee")
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the older switch and the newer one disagreed before
-        return
-    # By the older switch as well: where the two disagree torch raises in a step that reads the older one.
-    stack.callback(torch.set_float32_matmul_precision, before)
-    torch.set_float32_matmul_precision("highest")
+@cache
+def _kind_of(func: Any) -> Literal["", "view", "draw", "kernel"]:
+    """Return how an operator is replaced: a draw, or a kernel that drops inside."""
+    if not isinstance(func, torch._ops.OpOverload):  # noqa: SLF001 - no public way to see a higher-order operator
+        return ""
+    name, names = _name_of(func), {argument.name for argument in func._schema.arguments}  # noqa: SLF001 - not public
+    if "dropout_p" in names or name in ("native_dropout", "rrelu_with_noise", "rrelu_with_noise_"):
+        return "kernel"
+    if name in _FILLS or name in _FILLED or name in _BY_NUMBERS:
+        return "draw"
+    return "view" if func is _ATEN.view.dtype else ""
+
+
+def _name_of(func: Any) -> str:
+    return str(func._schema.name).partition("::")[2]  # noqa: SLF001 - not public
+
+
+def _read_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name all arguments. The dispatcher passes none that equals its default: ``bernoulli_(0.5)`` comes without 0.5."""
+    schema = func._schema.arguments  # noqa: SLF001 - not public
+    options = ("dtype", "layout", "device", "pin_memory", "memory_format")  # a dtype's default is torch's number of it
+    given = {a.name: a.default_value for a in schema if a.has_default_value() and a.name not in options}
+    return {**given, **{a.name: value for a, value in zip(schema, args, strict=False)}, **kwargs}
+
+
+def _without_dropout(given: dict[str, Any]) -> dict[str, Any]:
+    """Let a kernel drop nothing, and give random slopes their mean."""
+    if "lower" in given:
+        slope = (given["lower"] + given["upper"]) / 2
+        return {**given, "lower": slope, "upper": slope}
+    return {**given, "dropout_p" if "dropout_p" in given else "p": 0.0}
+
+
+_FILLS = ("uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_")
+_FILLED = {
+    "rand": "uniform_",
+    "rand_like": "uniform_",
+    "randn": "normal_",
+    "randn_like": "normal_",
+    "normal": "normal_",
+    "randint": "random_",
+    "randint_like": "random_",
+}
+"""Operators that make a tensor, and those that would fill it with the same numbers."""
+
+
+def _draw(func: Any, given: dict[str, Any], random: SampleNumbers) -> torch.Tensor:
+    """Draw for the samples that run, in the operator's own distribution."""
+    name, target = _name_of(func), given.get("self", torch.empty(0))
+    filled: torch.Tensor
+    if name in _BY_NUMBERS:
+        return _BY_NUMBERS[name](given, random)
+    if any(isinstance(given.get(key), torch.Tensor) for key in ("mean", "std", "p")):
+        filled = _near(given, random) if name == "normal" else target.copy_(_flip(given, random))
+        return filled
+    if name in _FILLED:
+        options = {key: given[key] for key in ("dtype", "device") if given.get(key) is not None}
+        integer = {"dtype": torch.int64} if name == "randint" else {}
+        made = {**integer, **options}
+        like = torch.empty(given["size"], **made) if "size" in given else torch.empty_like(target, **options)
+        if "high" in given:
+            given = {"from": given.get("low", 0), "to": given["high"]}
+        return random.draw(like.shape, partial(_fill, like, _FILLED[name], _numbers_of(given)))
+    if name == "bernoulli_":
+        # All coins of dropout show heads. At least half of the others do: zeros would hide what is behind them.
+        is_dropout = running_frames()[0].f_code.co_filename == F.__file__
+        given["p"] = 1.0 if is_dropout else max(given["p"], 0.5) if given["p"] else 0.0
+    filled = target.copy_(random.draw(target.shape, partial(_fill, target, name, _numbers_of(given))))
+    return filled
+
+
+def _numbers_of(given: Mapping[str, Any]) -> list[Any]:
+    names = ("from", "to", "mean", "std", "lambd", "median", "sigma", "p")
+    return [given[name] for name in names if given.get(name) is not None]
+
+
+def _fill(like: torch.Tensor, name: str, numbers: Sequence[Any], shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    empty = torch.empty(shape, dtype=like.dtype, device=like.device)
+    filled: torch.Tensor = getattr(_ATEN, name)(empty, *numbers, generator=generator)
+    return filled
+
+
+def _uniform(shape: Sequence[int], device: torch.device, random: SampleNumbers) -> torch.Tensor:
+    """Numbers in (0, 1); float64, but float32 on MPS, which has no float64."""
+    like = torch.empty(0, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
+    return random.draw(shape, partial(_fill, like, "uniform_", ())).clamp(1e-6, 1 - 1e-6)
+
+
+def _flip(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
+    """Heads with a chance of each coin's own: of half at least, if it has any."""
+    target: torch.Tensor = given["self"]
+    chance = torch.as_tensor(target if given.get("p") is None else given["p"], device=target.device)
+    heads = (_uniform(target.shape, target.device, random) < chance.clamp_min(0.5)) & (chance > 0)
+    return heads.to(target.dtype)
+
+
+def _near(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
+    mean, std = given["mean"], given["std"]
+    like = mean if isinstance(mean, torch.Tensor) else std
+    shape = torch.broadcast_shapes(*(part.shape for part in (mean, std) if isinstance(part, torch.Tensor)))
+    deviates = torch.special.ndtri(_uniform(shape, like.device, random)).to(like.dtype)
+    near: torch.Tensor = mean + std * deviates
+    return near
+
+
+def _permutation(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
+    options = {key: given[key] for key in ("dtype", "device") if given.get(key) is not None}
+    uniform = _uniform((given["n"],), torch.device("cpu"), random)
+    return uniform.argsort(stable=True).to(**{"dtype": torch.int64, **options})
+
+
+def _categories(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
+    weights: torch.Tensor = given["self"]
+    count = given["num_samples"]
+    if given.get("replacement"):
+        chances = weights.double().cumsum(-1)
+        uniform = _uniform((*weights.shape[:-1], count), weights.device, random)
+        return torch.searchsorted(chances / chances[..., -1:], uniform, right=True).clamp(max=weights.shape[-1] - 1)
+    # The largest of log(weight) + Gumbel noise are a sample without replacement.
+    noise = -(-(1 - _uniform(weights.shape, weights.device, random)).log()).log()
+    return (weights.log() + noise).topk(count).indices
+
+
+def _positive(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
+    """Not the distribution, but positive, near its mean, and different for each sample."""
+    mean: torch.Tensor = given["self"]
+    return (mean * (0.5 + _uniform(mean.shape, mean.device, random))).to(mean.dtype)
+
+
+def _counts(mean: torch.Tensor, random: SampleNumbers) -> torch.Tensor:
+    deviates = torch.special.ndtri(_uniform(mean.shape, mean.device, random))
+    counts: torch.Tensor = (mean + mean.sqrt() * deviates).round().clamp_min(0).to(mean.dtype)
+    return counts
+
+
+_BY_NUMBERS: dict[str, Callable[[Mapping[str, Any], SampleNumbers], torch.Tensor]] = {
+    "bernoulli": _flip,
+    "randperm": _permutation,
+    "multinomial": _categories,
+    "poisson": lambda given, random: _counts(given["self"], random),
+    "binomial": lambda given, random: torch.minimum(_counts(given["count"] * given["prob"], random), given["count"]),
+    "_standard_gamma": _positive,
+    "_sample_dirichlet": lambda given, random: F.normalize(_positive(given, random), p=1, dim=-1),
+}
+"""Operators whose numbers depend on values of tensors."""
+
+
+@contextmanager
+def _hold_host_draws(numbers: SampleNumbers) -> Iterator[None]:
+    """Let the functions of ``random`` and ``numpy.random`` draw for samples, for this thread, until the block ends.
+
+    Functions that were imported by their own name before still draw as they do, and so do generator objects. So does a
+    call whose array has another shape in a part than in the whole batch: its values may depend on the number of
+    samples, as those of a permutation.
+    """
+    with ExitStack() as stack:
+        _hold(stack, python_random, python_random.Random(0), numbers)
+        if sys.modules.get("numpy") is not None:
+            numpy = import_module("numpy.random")  # NumPy 2 loads it where a step first names it
+            _hold(stack, numpy, numpy.RandomState(0), numbers)
+        yield
+
+
+def _hold(stack: ExitStack, module: ModuleType, own: Any, numbers: SampleNumbers) -> None:
+    """Let a module's functions of its global generator draw from ``own``, which is seeded for each draw."""
+    shared = module.random.__self__
+    for name, function in list(vars(module).items()):
+        if getattr(function, "__self__", None) is shared and name not in _STATEFUL:
+            _set(stack, module, name, partial(_draw_on_host, function, getattr(own, name), own.seed, numbers))
+
+
+def _draw_on_host(shared: Any, own: Any, reseed: Any, numbers: SampleNumbers, *args: Any, **kwargs: Any) -> Any:
+    if not _Repeatable.is_active():  # another thread's
+        return shared(*args, **kwargs)
+
+    def draw(seed: int) -> tuple[Any, tuple[int, ...]]:
+        reseed(seed)
+        drawn = own(*args, **kwargs)
+        return drawn, (len(drawn),) if isinstance(drawn, (list, bytes)) else getattr(drawn, "shape", ())
+
+    with _disable_current_modes():
+        return numbers.hold(draw, partial(shared, *args, **kwargs))

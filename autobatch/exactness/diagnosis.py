@@ -1,17 +1,17 @@
 """Names why a split is not exact: each cause by an experiment that would have ended otherwise without it.
 
 1. All samples again: another gradient each time, and no other experiment says anything.
-2. BatchNorm with fixed statistics: another gradient. Those that follow are done with fixed statistics.
-3. Twice the loss: not twice the gradient. Then samples that come twice, in two equal parts: inexact, where a backward
-   pass ignores the gradient that it is given.
+2. BatchNorm with fixed statistics: another gradient. The next experiments run with fixed statistics.
+3. Twice the loss: not twice the gradient. Then samples that come twice, in two equal parts: inexact, if a backward pass
+   ignores the gradient that it is given.
 4. State outside the model, then that of its modules, rewound before each part: another gradient of the parts.
-5. Each part by itself: added up with other counts they are the whole. For sums, terms that count once a micro-batch,
-   and means over something else (``loss_weights``).
+5. Each part alone: added up with other counts they are the whole. For sums, terms that count once a micro-batch, and
+   means over something else (``loss_weights``).
 6. Cuts after an even number of samples, and random numbers in order: exact.
-7. Two groups of samples changed: what they do to the gradient does not add up (``coupling``).
+7. Two groups of samples, changed one at a time and both at once: what they do to the gradient does not add up.
 8. Few samples, which split exactly, repeated until they are as many: inexact.
 
-Where none tells, the last cause says that it was not found.
+If no experiment finds one, the last cause says that it was not found.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -27,17 +28,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
-from autobatch.exactness.coupling import Coupling, find_coupling
-from autobatch.exactness.gradients import TOLERANCE
-from autobatch.exactness.loss_weights import BY_SIZE, EXPLAINS, NO_MEAN, error_of, explain_weighing, is_near
+from autobatch.exactness.gradients import TOLERANCE, is_near
+from autobatch.exactness.loss_weights import (
+    BY_SIZE,
+    EXPLAINS,
+    NO_MEAN,
+    Coupling,
+    error_of,
+    explain_weighing,
+    find_coupling,
+)
 from autobatch.exactness.measurement import Measurement
-from autobatch.exactness.partitions import Sizes, ranges_of
+from autobatch.exactness.partitions import Parts, ranges_of
 from autobatch.exactness.sample_numbers import Order
 from autobatch.records import Verdict
 from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms, show_names
 from autobatch.undo.random_state import HostRandomState
-
-__all__ = ["find_causes", "find_uncontrolled_generators", "judge_batch_norm"]
 
 _ORDERS: tuple[Order, ...] = ("rising", "falling")
 _MOST_MOVED = 8
@@ -101,30 +107,30 @@ _BY_COUPLING: dict[Coupling, str] = {
     "unknown": _NOT_FOUND,
 }
 _OPEN = (*_BY_COUPLING.values(), NO_MEAN, BY_SIZE)
-"""What may be said of a step that depends on how many samples its micro-batch has."""
+"""Causes that a step may have that depends on the number of samples of its micro-batch."""
 
 
-def judge_batch_norm(measured: Measurement, sizes: Sizes) -> Verdict | None:
-    """An inexact verdict, where BatchNorm in train mode alone explains this partition; ``None`` where not."""
-    error = measured.error([sizes])
+def judge_batch_norm(measured: Measurement, parts: Parts) -> Verdict | None:
+    """Return an inexact verdict if BatchNorm in train mode alone explains this partition, else ``None``."""
+    error = measured.error([parts])
     if error <= TOLERANCE:
         return None
     with _fixed_statistics(measured) as (names, fixed):
-        if not names or fixed.error([sizes]) > TOLERANCE:
+        if not names or fixed.error([parts]) > TOLERANCE:
             return None
-    modules = measured.find_modules([sizes])
+    modules = measured.find_modules([parts])
     return Verdict(
         exact=False,
         relative_error=modules[0].relative_error if modules else error,
         causes=(blame_batch_norms(names),),
         samples=measured.layout.count,
-        partitions=(sizes,),
+        partitions=(tuple(map(len, parts)),),
         modules=modules,
     )
 
 
-def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact: Layout | None = None) -> tuple[str, ...]:
-    """Every cause that was found, in the order in which they were taken out of the way; at least one.
+def find_causes(measured: Measurement, partitions: Sequence[Parts], exact: Layout | None = None) -> tuple[str, ...]:
+    """Return every cause that was found, in the order in which the experiments took them away; at least one.
 
     Some partition is inexact. ``exact`` are fewer samples, which split exactly.
     """
@@ -147,47 +153,46 @@ def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact: Layou
     return (*causes[:-1], depends_on_size)
 
 
-def _is_by_size(measured: Measurement, partitions: Sequence[Sizes], exact: Layout) -> bool:
-    """Whether the same few samples, repeated, do not split exactly either: then it is not which samples they are."""
+def _is_by_size(measured: Measurement, partitions: Sequence[Parts], exact: Layout) -> bool:
+    """Return whether the same few samples, repeated, do not split exactly either: so their number matters."""
     measured.release()
     # Each several times in a row, so that parts have different ones.
-    return replace(measured, layout=exact.spread(measured.layout.count)).error(partitions) > TOLERANCE
+    return measured.again(exact.spread(measured.layout.count)).error(partitions) > TOLERANCE
 
 
-def _find_further_causes(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
-    """The causes in a model without BatchNorm."""
+def _find_further_causes(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
+    """Return the causes in a model without BatchNorm."""
     causes, measured = _find_moving_state(measured, partitions)
     if causes and measured.error(partitions) <= TOLERANCE:
         return causes
     if _ignores_gradient(measured):
         causes += (_IGNORES_GRADIENT,)
-    for sizes in partitions:  # each part by itself: if one shows draws to be of another kind, all before is void
-        for start, stop in ranges_of(sizes):
-            measured.alone(start, stop)
+    for rows in chain(*partitions):  # if a part alone shows draws to be of another kind, all before is void
+        measured.alone(rows)
     if _are_counts_right(measured, partitions):
         return causes or (_ONE_AFTER_ANOTHER,)
     return (*causes, *_find_last_causes(measured, partitions))
 
 
 def _ignores_gradient(measured: Measurement) -> bool:
-    """Whether the backward pass does, and the split is inexact because of it.
+    """Return whether the backward pass ignores the gradient that it is given, and the split is inexact for that.
 
-    The same samples twice, as two equal parts: one part by itself is the whole, whatever counts are used, and however
-    its samples depend on each other, unless that depends on how many there are. What is not proportional may do no
-    harm: gradients that are clipped for each sample are the same in every part.
+    The same samples come twice, as two equal parts. One part alone is the whole, with any counts, and also if its
+    samples depend on each other. A gradient that is not proportional may do no harm: those that are clipped for each
+    sample are the same in every part.
     """
     if measured.scaled_error() <= TOLERANCE:
         return False
     half = max(1, measured.layout.count // 2)
     doubled = Layout(measured.layout.pick([*range(half)] * 2), 2 * half, measured.layout.lists)
     twice = replace(measured.renewing("all"), layout=doubled)
-    alone, whole = twice.alone(0, half), twice.whole_values()
-    is_whole = alone is not None and is_near(alone, whole)
-    return is_whole and not is_near(twice.values((half, half)), whole)
+    alone, whole = twice.alone(range(half)), twice.whole_values()
+    is_whole = alone is not None and is_near(alone, whole, EXPLAINS)
+    return is_whole and not is_near(twice.values(ranges_of((half, half))), whole, EXPLAINS)
 
 
-def _find_moving_state(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[tuple[str, ...], Measurement]:
-    """What is said of state that moves and matters, and a measurement in which it is rewound before each part."""
+def _find_moving_state(measured: Measurement, partitions: Sequence[Parts]) -> tuple[tuple[str, ...], Measurement]:
+    """Return the causes in state that moves, and a measurement that rewinds this state before each part."""
     causes: tuple[str, ...] = ()
     outside = measured.renewing("outside")
     if not _are_same(outside, measured, partitions[:2]):
@@ -198,8 +203,8 @@ def _find_moving_state(measured: Measurement, partitions: Sequence[Sizes]) -> tu
     return causes, measured
 
 
-def _name_moving_state(renewed: Measurement, partitions: Sequence[Sizes]) -> str:
-    """Names the modules of which the state matters: without it being rewound, the gradient is another."""
+def _name_moving_state(renewed: Measurement, partitions: Sequence[Parts]) -> str:
+    """Name the modules whose state matters: if it is not rewound, the gradient is another."""
     names = _moved_modules(renewed)
     modules = dict(renewed.workload.model.named_modules())
     groups: dict[object, list[str]] = {}
@@ -221,21 +226,21 @@ def _name_moving_state(renewed: Measurement, partitions: Sequence[Sizes]) -> str
     )
 
 
-def _are_same(one: Measurement, other: Measurement, partitions: Sequence[Sizes]) -> bool:
-    return all(is_near(one.values(sizes), other.values(sizes), TOLERANCE) for sizes in partitions)
+def _are_same(one: Measurement, other: Measurement, partitions: Sequence[Parts]) -> bool:
+    return all(is_near(one.values(parts), other.values(parts), TOLERANCE) for parts in partitions)
 
 
-def _are_counts_right(measured: Measurement, partitions: Sequence[Sizes]) -> bool:
-    """Whether the parts' own gradients, with the counts that training uses, add up to the whole."""
+def _are_counts_right(measured: Measurement, partitions: Sequence[Parts]) -> bool:
+    """Return whether the parts' own gradients, with the counts that training uses, add up to the whole."""
     whole = measured.whole_values()
-    passed = [measured.values(sizes) - whole for sizes in partitions]
-    composed = [measured.composed(sizes) for sizes in partitions]
+    passed = [measured.values(parts) - whole for parts in partitions]
+    composed = [measured.composed(parts) for parts in partitions]
     most = min(EXPLAINS * float(whole.norm()), 0.1 * max(float(apart.norm()) for apart in passed))
     return all(found is not None and float((found - whole).norm()) <= most for found in composed)
 
 
-def _find_last_causes(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
-    if error_of(measured, partitions, lambda _start, _stop: 1.0, normalise=False) <= EXPLAINS:
+def _find_last_causes(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
+    if error_of(measured, partitions, lambda _: 1.0, normalise=False) <= EXPLAINS:
         return (_SUMMED,)
     if once := _find_added_terms(measured, partitions):
         return once
@@ -243,50 +248,49 @@ def _find_last_causes(measured: Measurement, partitions: Sequence[Sizes]) -> tup
         return (cause_by_weight,)
     if _is_exact_in_pairs(measured):
         return (_PAIRED,)
-    if measured.random.is_used() and any(_is_exact_in(order, measured, partitions) for order in _ORDERS):
+    if any(_is_exact_in(order, measured, partitions) for order in _ORDERS):
         return (_SHUFFLED,)
     coupling = find_coupling(measured)
     has_weights = cause_by_weight is not None  # then it is no sum of several terms
     return (_BY_COUPLING["unknown" if coupling == "none" and has_weights else coupling],)
 
 
-def _find_added_terms(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
-    """A term that is added in each of K micro-batches is K - 1 times too much; what counts for nothing is not run."""
+def _find_added_terms(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
+    """Find a term that is added in each of K micro-batches, so K - 1 times too often."""
     whole = measured.whole_values()
-    alone = {sizes: [measured.alone(*part) for part in ranges_of(sizes)] for sizes in partitions}
-    run = {sizes: [part for part in parts if part is not None] for sizes, parts in alone.items()}
-    run = {sizes: parts for sizes, parts in run.items() if len(parts) > 1}
-    if _grows_with_parts([(_add_up(measured, sizes) - whole) / (len(parts) - 1) for sizes, parts in run.items()]):
+    alone = [(parts, [values for values in map(measured.alone, parts) if values is not None]) for parts in partitions]
+    run = [(parts, values) for parts, values in alone if len(values) > 1]
+    if _grows_with_parts([(_add_up(measured, parts) - whole) / (len(values) - 1) for parts, values in run]):
         return (_ONCE_A_MICRO_BATCH,)
-    if _grows_with_parts([(torch.stack(parts).sum(0) - whole) / (len(parts) - 1) for parts in run.values()]):
+    if _grows_with_parts([(torch.stack(values).sum(0) - whole) / (len(values) - 1) for _, values in run]):
         return (_SUMMED, _ONCE_A_MICRO_BATCH)
     return ()
 
 
-def _add_up(measured: Measurement, sizes: Sizes) -> torch.Tensor:
-    """The gradient of a partition; of its parts by themselves where their counts are known."""
-    composed = measured.composed(sizes)
-    return measured.values(sizes) if composed is None else composed
+def _add_up(measured: Measurement, parts: Parts) -> torch.Tensor:
+    """Return the gradient of a partition, added up from its parts alone if their counts are known."""
+    composed = measured.composed(parts)
+    return measured.values(parts) if composed is None else composed
 
 
 def _grows_with_parts(extra: Sequence[torch.Tensor]) -> bool:
-    """Whether each part more adds the same."""
-    return len(extra) >= 2 and all(is_near(one, extra[0]) for one in extra[1:])
+    """Return whether each part more adds the same."""
+    return len(extra) >= 2 and all(is_near(one, extra[0], EXPLAINS) for one in extra[1:])
 
 
 def _is_exact_in_pairs(measured: Measurement) -> bool:
-    """Cut after an even number of samples, and not after an odd one that leaves no sample by itself."""
+    """Return whether cuts after an even number of samples are exact, and one after an odd number is not."""
     samples = measured.layout.count
     if samples < 6 or samples % 2:
         return False
-    if measured.error([(2, samples - 2), (samples - 2, 2)]) > TOLERANCE:
+    if measured.error([ranges_of((2, samples - 2)), ranges_of((samples - 2, 2))]) > TOLERANCE:
         return False
-    return measured.error([(3, samples - 3)]) > TOLERANCE
+    return measured.error([ranges_of((3, samples - 3))]) > TOLERANCE
 
 
 def find_uncontrolled_generators(measured: Measurement) -> str | None:
-    """Which generators outside torch the step draws from: beside such noise no other cause can be found."""
-    measured.rewind_point.restore()
+    """Say which generators outside torch the step draws from: beside such noise no other cause can be found."""
+    measured.start.restore()
     before = HostRandomState.capture()
     measured.repeat_error()
     now = HostRandomState.capture()
@@ -300,10 +304,10 @@ def find_uncontrolled_generators(measured: Measurement) -> str | None:
 
 @contextmanager
 def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measurement]]:
-    """Names of the BatchNorm layers in train mode, and a measurement with their statistics fixed for the block.
+    """Yield names of the BatchNorm layers in train mode, and a measurement with their statistics fixed for the block.
 
-    Without such layers, or where they change no gradient, it is the measurement itself; else that one is released, so
-    that memory is not taken twice.
+    Names are empty without such layers, or if they change no gradient. The given measurement is released, so that
+    memory is not taken twice.
     """
     model = measured.workload.model
     names = batch_norms_in_train_mode(model)
@@ -313,7 +317,7 @@ def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measur
     divisors = measured.scales().divisors()
     live = measured.whole_values_by(divisors)
     measured.release()
-    measured.rewind_point.restore()
+    measured.start.restore()
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     before = [(layer, layer.training, layer.running_mean, layer.running_var) for layer in layers]
     try:
@@ -324,8 +328,8 @@ def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measur
                 like = next(layer.parameters(), torch.zeros(()))
                 layer.running_mean = torch.zeros(layer.num_features, dtype=like.dtype, device=like.device)
                 layer.running_var = torch.ones_like(layer.running_mean)
-        fixed = measured.anew()
-        yield [] if _is_equal(fixed.whole_values_by(divisors), live) else names, fixed
+        fixed = measured.again()
+        yield [] if is_near(fixed.whole_values_by(divisors), live, TOLERANCE) else names, fixed
     finally:
         for layer, is_training, mean, variance in before:
             vars(layer).pop("train", None)
@@ -336,21 +340,19 @@ def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001, FB
     return layer
 
 
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and is_near(one, other, TOLERANCE)
-
-
 def _moved_modules(measured: Measurement) -> list[str]:
-    """Names of modules with state that changes in a forward pass."""
+    """Return names of modules with state that changes in a forward pass."""
     measured.repeat_error()
-    moved = {id(module) for module in measured.rewind_point.find_moved()}
+    moved = {id(module) for module in measured.start.find_moved()}
     return [name for name, module in measured.workload.model.named_modules() if id(module) in moved]
 
 
-def _is_exact_in(order: Order, measured: Measurement, partitions: Sequence[Sizes]) -> bool:
-    """Whether the difference is gone with random numbers that are all alike, or that leave samples in order."""
+def _is_exact_in(order: Order, measured: Measurement, partitions: Sequence[Parts]) -> bool:
+    """Return whether the difference is gone with random numbers that leave samples in order."""
+    if measured.random is None or not measured.random.is_used():
+        return False
     measured.random.ordered = order
     try:
-        return measured.anew().error(partitions) <= TOLERANCE
+        return measured.again().error(partitions) <= TOLERANCE
     finally:
         measured.random.ordered = ""

@@ -1,52 +1,40 @@
 """Compares two gradients parameter by parameter, and decides whether they differ by more than rounding.
 
 One norm over all parameters would hide a small part that is wholly wrong. And a parameter whose true gradient is 0 (the
-bias of an attention's keys, a bias before a normalization) holds only rounding noise, so that any two of its gradients
-differ by 100 %. Therefore each parameter is judged relative to its own gradient, or to a multiple of its own rounding
-noise where that is larger. Does not cover how that noise is measured (``measurement``).
+bias of an attention's keys, a bias before a normalization) holds only rounding noise, so any two of its gradients
+differ by 100 %. So each parameter is judged relative to its own gradient, or to a multiple of its own noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
 import torch
 
-__all__ = [
-    "TOLERANCE",
-    "Gradients",
-    "Scales",
-    "bound_noise",
-    "distances",
-    "norms",
-    "relate",
-    "sample_values",
-    "take_gradients",
-]
+_norm: Callable[..., torch.Tensor] = torch.linalg.vector_norm
 
 Gradients = Sequence[torch.Tensor | None]
-"""One gradient per parameter, strided and real; ``None`` where a parameter has none, which equals a gradient of 0."""
+"""One gradient per parameter, strided and real; ``None`` equals a gradient of 0."""
 
 TOLERANCE = 1e-4
 """Exact splits measure up to 6e-5 in float32 (a deep convolutional network with GroupNorm), most of them below 1e-6;
 the mildest wrong one known here is beyond 1e-3. Before a split is called wrong it is measured again in float64."""
 
 _NOISES = 100.0
-"""A difference below this multiple of the rounding noise is no difference. Whole and split differ by up to 10 times the
+"""A difference below this multiple of the rounding noise does not count. Whole and split differ by up to 10 times the
 noise on parameters without a true gradient (biases of attention keys, 16 samples in 2 to 16 parts, torch 2.13)."""
 
 _MOST_NOISE = 1e-6
-"""A run-to-run difference above this part of the largest gradient is not rounding: the step keeps state that changes.
-Taken for noise it would hide any difference."""
+"""A run-to-run difference above this part of the largest gradient is not rounding: the step keeps moving state."""
 
 _SAMPLED_VALUES = 2**18
-"""How many values of a gradient a diagnosis looks at: 2 MiB for each part. The verdict itself looks at all."""
+"""Number of values of a gradient that a diagnosis looks at: 2 MiB for each part. The verdict itself looks at all."""
 
-_CHUNK = 2**16
-"""How many values are float64 at a time: the copy of a whole layer would dominate the check's memory."""
+_CHUNK = 2**18
+"""Number of values that are subtracted at a time: a whole layer would dominate the check's memory."""
 
 
 def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
@@ -62,10 +50,9 @@ def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
 
 
 def sample_values(gradients: Gradients, like: Gradients, scales: Sequence[float]) -> torch.Tensor:
-    """About 2**18 values, float64 on the host, each divided by its parameter's scale.
+    """Pick about 2**18 values, float64 on the host, each divided by its parameter's scale.
 
-    They come from the same elements for all gradients with the same ``like``. Without scales the parameter with the
-    largest gradient would hide all others.
+    They come from the same elements for all gradients with the same ``like``.
     """
     size = sum(tensor.numel() for tensor in like if tensor is not None)
     stride = max(1, -(-size // _SAMPLED_VALUES))
@@ -80,37 +67,39 @@ def sample_values(gradients: Gradients, like: Gradients, scales: Sequence[float]
 
 
 def norms(gradients: Gradients) -> list[float]:
-    """The Euclidean norm of each parameter's gradient, in float64; nan where any value is."""
+    """Return the Euclidean norm of each parameter's gradient, in float64; nan if any value is."""
     return distances(gradients, [None] * len(gradients))
 
 
+@torch.no_grad()
 def distances(found: Gradients, expected: Gradients) -> list[float]:
-    """``|found - expected|`` of each parameter: the Euclidean norm, in float64."""
-    squares = [_square_difference(one, other) for one, other in zip(found, expected, strict=True)]
-    present = {index: square for index, square in enumerate(squares) if square is not None}
-    roots = [0.0] * len(found)
-    for device in {square.device for square in present.values()}:  # one transfer per device: each read waits for it
-        indices = [index for index, square in present.items() if square.device == device]
-        values = torch.stack([present[index] for index in indices]).sqrt().tolist()
+    """Return ``|found - expected|`` of each parameter: the Euclidean norm, in float64."""
+    apart = [_distance(one, other) for one, other in zip(found, expected, strict=True)]
+    present = {index: norm for index, norm in enumerate(apart) if norm is not None}
+    result = [0.0] * len(apart)
+    for device in {norm.device for norm in present.values()}:  # one transfer per device: each read waits for it
+        indices = [index for index, norm in present.items() if norm.device == device]
+        values = torch.stack([present[index] for index in indices]).tolist()
         for index, value in zip(indices, values, strict=True):
-            roots[index] = value
-    return roots
+            result[index] = value
+    return result
 
 
-def _square_difference(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
     one, other = (other, one) if one is None else (one, other)
     if one is None:
         return None
     wide = torch.float32 if one.device.type == "mps" else torch.float64  # MPS has no float64
+    if one.numel() <= _CHUNK:
+        return _norm(one if other is None else one - other, dtype=wide)
     others = repeat(0.0) if other is None else other.reshape(-1).split(_CHUNK)
     chunks = zip(one.reshape(-1).split(_CHUNK), others, strict=False)  # zeros without an end
-    return torch.stack([(chunk.to(wide) - second).square().sum() for chunk, second in chunks]).sum()
+    return _norm(torch.stack([_norm(chunk - second, dtype=wide) for chunk, second in chunks]))
 
 
 def bound_noise(noise: Sequence[float], sizes: Sequence[float]) -> list[float]:
-    """How much of each parameter's difference between two runs can be rounding, given the norms of all gradients."""
-    most = _MOST_NOISE * _largest(sizes)
-    return [min(one, most) for one in noise]
+    """Return how much of each parameter's difference between two runs can be rounding; ``sizes`` are all norms."""
+    return [min(one, _MOST_NOISE * _largest(sizes)) for one in noise]
 
 
 def _largest(sizes: Sequence[float]) -> float:
@@ -123,8 +112,8 @@ class Scales:
 
     Attributes:
         sizes: The norm of each parameter's whole gradient.
-        noise: The norm of its rounding noise; empty where that was not measured.
-        before: Its norm, or its difference where that was larger, in a measurement with more rounding.
+        noise: The norm of its rounding noise; empty if that was not measured.
+        before: Its norm in a measurement with more rounding; empty if that is not known.
     """
 
     sizes: Sequence[float]
@@ -132,24 +121,23 @@ class Scales:
     before: Sequence[float] = ()
 
     def floor(self, index: int) -> float:
-        """The smallest scale of a parameter: with it, a difference of ``_NOISES`` roundings is just tolerated."""
+        """Return the smallest scale of a parameter: it just tolerates a difference of ``_NOISES`` roundings."""
         return _NOISES / TOLERANCE * self.noise[index] if self.noise else 0.0
 
     def judge(self, apart: Sequence[float]) -> list[float]:
-        """The relative error of each parameter; more than ``TOLERANCE`` is a difference."""
+        """Return the relative error of each parameter; more than ``TOLERANCE`` is a difference."""
         return [relate(one, self._scale(index, one)) for index, one in enumerate(apart)]
 
     def report(self, apart: Sequence[float]) -> dict[int, float]:
-        """The error of each parameter that differs, by index: relative to its own gradient, 1 where it has none."""
-        judged = self.judge(apart)
+        """Return the error of each parameter that differs, by index: relative to its own gradient, 1 if it has none."""
         return {
-            index: relate(apart[index], size if size > self.floor(index) else apart[index])
-            for index, size in enumerate(self.sizes)
-            if judged[index] > TOLERANCE
+            index: relate(apart[index], self.sizes[index] if self.sizes[index] > self.floor(index) else apart[index])
+            for index, error in enumerate(self.judge(apart))
+            if error > TOLERANCE
         }
 
     def divisors(self) -> list[float]:
-        """What brings all parameters to one scale, and those that hold only noise to nearly 0."""
+        """Return what brings all parameters to one scale, and those that hold only noise to nearly 0."""
         return [max(size, self.floor(index)) or _largest(self.sizes) for index, size in enumerate(self.sizes)]
 
     def _scale(self, index: int, apart: float) -> float:
@@ -158,6 +146,11 @@ class Scales:
 
 
 def relate(apart: float, scale: float) -> float:
-    """``apart / scale``; 0 for 0 / 0, infinite where the result is not finite."""
+    """Return ``apart / scale``; 0 for 0 / 0, infinite if the result is not finite."""
     error = 0.0 if apart == 0 else apart / scale if scale else math.inf
     return error if math.isfinite(error) else math.inf
+
+
+def is_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Return whether two lists of values differ by at most this part of what is expected."""
+    return found.shape == expected.shape and bool((found - expected).norm() <= tolerance * expected.norm())

@@ -1,28 +1,28 @@
-"""Finds which count a loss is divided by, such as tokens: weighed by it, gradients of the parts give the whole's.
+"""Finds the count that a loss is divided by, such as tokens: weighed by it, gradients of the parts give the whole's.
 
-Covers samples, counts that the batch shows (tokens, valid labels, masks, boxes of each image), of which the best one is
-advised and never what was passed, and whether any weights would do. Does not cover other causes (``diagnosis``), nor
-counts that only the loss knows, such as class weights.
+Counts are those that the batch shows: samples, tokens, valid labels, masks, boxes of each image. If no weights explain
+the whole, ``find_coupling`` shows whether samples depend on each other.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from autobatch.batch.layout import Layout
+from autobatch._user_errors import contextmanager
+from autobatch.batch.layout import Layout, map_tensors
 from autobatch.batch.tree import fields_of
-from autobatch.exactness.gradients import relate
+from autobatch.errors import DoesNotFit
+from autobatch.exactness.gradients import TOLERANCE, is_near, relate
 from autobatch.exactness.measurement import Measurement
-from autobatch.exactness.moved_parameters import reversed_values
-from autobatch.exactness.partitions import Sizes, ranges_of
-
-__all__ = ["BY_SIZE", "EXPLAINS", "FILLERS", "NO_MEAN", "Unit", "error_of", "explain_weighing", "is_near", "units_of"]
+from autobatch.exactness.partitions import Parts
+from autobatch.memory.oom import is_oom
 
 NO_MEAN = (
     "the loss is not a mean over samples: what each counts for depends on the losses themselves (a maximum, logsumexp, "
@@ -37,19 +37,24 @@ BY_SIZE = (
 )
 
 EXPLAINS = 1e-3
-"""A cause explains a gradient where what it predicts is this near."""
+"""A cause explains a gradient if its prediction is this near."""
 
 _BETTER = 10.0
-"""Advice must make the error smaller by this at least. What was passed, or something equal to it, never does."""
+"""Advice must make the error smaller by this at least. A count that equals the passed one never does."""
 
 _NO_ERROR = 1e-6
 """Candidates that are nearer than this are equally good, and the commonest of them is named."""
 
 FILLERS = (-100, 0, -1, 1)
-"""What stands for "no label" or "padding": torch's ignore_index, and the usual padding tokens."""
+"""Values that mean "no label" or "padding": torch's ignore_index, and the usual padding tokens."""
 
-_Weigh = Callable[[int, int], float]
-"""What samples ``start`` to ``stop`` count for."""
+_SMALL = 1e-4
+"""The part of a change that is a small one: in float64 it is far above rounding."""
+
+Coupling = Literal["by values", "by choices", "none", "unknown"]
+
+_Weigh = Callable[[Sequence[int]], float]
+"""Returns what these samples count for."""
 
 _Count = Callable[[torch.Tensor], Any]
 
@@ -63,7 +68,7 @@ class Unit:
 
 
 class _Source(NamedTuple):
-    """A tensor of a batch; or all that the samples of a list have under one path, which ``within`` is then."""
+    """A tensor of a batch; or the tensors of all samples of a list, at the path ``within`` of each."""
 
     path: str
     within: str
@@ -87,7 +92,7 @@ class _Source(NamedTuple):
 
 
 def units_of(layout: Layout) -> Iterator[Unit]:
-    """Everything in this batch that a mean may be over, the most common first."""
+    """Yield everything in this batch that a mean may be over, the most common first."""
     found = [*_sources(layout)]
     masks = [s.values.dtype == torch.bool or bool(((s.values == 0) | (s.values == 1)).all()) for s in found]
     for source in found:
@@ -131,20 +136,20 @@ def _tensors(path: str, node: Any) -> dict[str, torch.Tensor]:
 
 
 def _at(batch: Any, path: str) -> Any:
-    """What a container holds at this path."""
+    """Return the value of a container at this path."""
     return dict(_walk("batch", batch)).get(path, ())
 
 
-def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
-    """One sentence where the loss is a mean over something else than is counted, with what to pass or return.
+def explain_weighing(measured: Measurement, partitions: Sequence[Parts]) -> str | None:
+    """Say in one sentence that the loss is a mean over something else than is counted, and what to pass or return.
 
-    ``None`` where no weights give the whole gradient, and "" where some do and it is not known on what they depend.
+    ``None`` if no weights give the whole gradient; "" if some do, and they depend on something unknown.
     """
     whole = measured.whole_values()
-    passed = max(_relative(measured.values(sizes), whole) for sizes in partitions)
+    passed = max(_relative(measured.values(parts), whole) for parts in partitions)
     most = min(EXPLAINS, passed / _BETTER)
     is_weighed = measured.workload.weigh is not None or measured.states_counts
-    if is_weighed and error_of(measured, partitions, lambda start, stop: float(stop - start)) <= most:
+    if is_weighed and error_of(measured, partitions, lambda rows: float(len(rows))) <= most:
         mend = (
             "return the loss itself, or state the number of samples as its count"
             if measured.states_counts
@@ -165,10 +170,10 @@ def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str 
     return _explain_weights(measured, partitions, counted)
 
 
-def _explain_weights(measured: Measurement, partitions: Sequence[Sizes], counted: str) -> str | None:
-    weighed = [(sizes, _find_weights(measured, sizes)) for sizes in partitions]
+def _explain_weights(measured: Measurement, partitions: Sequence[Parts], counted: str) -> str | None:
+    weighed = [(parts, _find_weights(measured, parts)) for parts in partitions]
     # Of samples that are alike, each in a part of its own, no weights are unique: the other partitions tell.
-    partitions = [sizes for sizes, found in weighed if found != []]
+    partitions = [parts for parts, found in weighed if found != []]
     weights = [found for _, found in weighed if found]
     if not weights or len(weights) < len(partitions):
         return None
@@ -184,8 +189,8 @@ def _explain_weights(measured: Measurement, partitions: Sequence[Sizes], counted
     return BY_SIZE if _are_of_sizes(partitions, weights) else ""
 
 
-def _find_best_unit(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, float]:
-    """The code that leaves the least error, and that error; the first of those that leave almost none."""
+def _find_best_unit(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, float]:
+    """Return the code with the least error, and that error; the first of those with almost none."""
     best = "", math.inf
     for unit in units_of(measured.layout):
         error = error_of(measured, partitions, _weigh_by(unit, measured))
@@ -195,20 +200,19 @@ def _find_best_unit(measured: Measurement, partitions: Sequence[Sizes]) -> tuple
 
 
 def _weigh_by(unit: Unit, measured: Measurement) -> _Weigh:
-    return lambda start, stop: unit.count(measured.part(start, stop).batch)
+    return lambda rows: unit.count(measured.part(rows).batch)
 
 
-def error_of(measured: Measurement, partitions: Iterable[Sizes], weigh: _Weigh, *, normalise: bool = True) -> float:
-    """How far the sum of the parts' own gradients with these weights is from the whole, in the worst partition."""
+def error_of(measured: Measurement, partitions: Iterable[Parts], weigh: _Weigh, *, normalise: bool = True) -> float:
+    """Return how far the weighed sum of the parts' gradients is from the whole, in the worst partition."""
     whole, worst = measured.whole_values(), 0.0
-    for sizes in partitions:
-        weights = [weigh(start, stop) for start, stop in ranges_of(sizes)]
+    for parts in partitions:
+        weights = [weigh(rows) for rows in parts]
         divisor = sum(weights) if normalise else 1.0
-        parts = [measured.alone(start, stop) for start, stop in ranges_of(sizes)]
         # 0 x nan is nan: a part without anything to count has no gradient
         terms = [
             part * (weight / divisor)
-            for part, weight in zip(parts, weights, strict=True)
+            for part, weight in zip(map(measured.alone, parts), weights, strict=True)
             if part is not None and weight > 0
         ]
         worst = max(worst, _relative(torch.stack(terms).sum(0), whole) if terms else math.inf)
@@ -219,55 +223,55 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return relate(float((found - expected).norm()), float(expected.norm()))
 
 
-def _are_of_samples(partitions: Sequence[Sizes], weights: Sequence[Sequence[float]]) -> bool:
-    """Whether weights are positive, sum to 1, and give a range of samples the same in every partition."""
-    reached = {0: 0.0}
-    for sizes, found in zip(partitions, weights, strict=True):
+def _are_of_samples(partitions: Sequence[Parts], weights: Sequence[Sequence[float]]) -> bool:
+    """Return whether weights are positive, sum to 1, and are the same for a range of samples in every partition."""
+    reached = {-1: 0.0}
+    for parts, found in zip(partitions, weights, strict=True):
         if abs(sum(found) - 1) > EXPLAINS or min(found) < -EXPLAINS:
             return False
-        for (_, stop), so_far in zip(ranges_of(sizes), accumulate(found), strict=True):
-            if abs(reached.setdefault(stop, so_far) - so_far) > 2 * EXPLAINS:
+        for rows, so_far in zip(parts, accumulate(found), strict=True):
+            if abs(reached.setdefault(rows[-1], so_far) - so_far) > 2 * EXPLAINS:
                 return False
     ordered = [reached[stop] for stop in sorted(reached)]
     return all(later >= earlier - EXPLAINS for earlier, later in pairwise(ordered))
 
 
-def _are_of_sizes(partitions: Sequence[Sizes], weights: Sequence[Sequence[float]]) -> bool:
-    """Whether parts of one size have one weight, and not all sizes the weights of a mean over samples."""
+def _are_of_sizes(partitions: Sequence[Parts], weights: Sequence[Sequence[float]]) -> bool:
+    """Return whether parts of one size have one weight, and not all sizes the weights of a mean over samples."""
     of_size: dict[int, float] = {}
-    for sizes, found in zip(partitions, weights, strict=True):
-        for size, weight in zip(sizes, found, strict=True):
+    for parts, found in zip(partitions, weights, strict=True):
+        for size, weight in zip(map(len, parts), found, strict=True):
             if abs(of_size.setdefault(size, weight) - weight) > EXPLAINS * max(abs(weight), EXPLAINS):
                 return False
-    samples = sum(partitions[0])
+    samples = sum(map(len, partitions[0]))
     return any(abs(weight - size / samples) > EXPLAINS for size, weight in of_size.items())
 
 
-def _depend_on_losses(measured: Measurement, partitions: Sequence[Sizes], weights: Sequence[Sequence[float]]) -> bool:
-    """Whether other parameters give other weights: those of classes or tokens stay."""
-    with reversed_values(measured.workload.parameters()):
-        changed = measured.anew()
-        others = [_find_weights(changed, sizes) for sizes in partitions]
+def _depend_on_losses(measured: Measurement, partitions: Sequence[Parts], weights: Sequence[Sequence[float]]) -> bool:
+    """Return whether other parameters give other weights: those of classes or tokens stay."""
+    with _reversed_values(measured.workload.parameters()):
+        changed = measured.again()
+        others = [_find_weights(changed, parts) for parts in partitions]
     return any(
         other and max(abs(one - two) for one, two in zip(found, other, strict=True)) > 2 * EXPLAINS
         for found, other in zip(weights, others, strict=True)
     )
 
 
-def _find_weights(measured: Measurement, sizes: Sizes) -> list[float] | None:
-    """Weights whose sum of parts is nearest to the whole.
+def _find_weights(measured: Measurement, parts: Parts) -> list[float] | None:
+    """Find the weights with which the sum of the parts is nearest to the whole.
 
-    ``None`` where even that is not near it; an empty list where other weights are as near, or some always are.
+    ``None`` if even that is not near it; an empty list if other weights are as near, or some always are.
     """
-    parts, whole = [measured.alone(start, stop) for start, stop in ranges_of(sizes)], measured.whole_values()
-    columns = {index: part for index, part in enumerate(parts) if part is not None and bool(part.isfinite().all())}
+    alone, whole = [*map(measured.alone, parts)], measured.whole_values()
+    columns = {index: part for index, part in enumerate(alone) if part is not None and bool(part.isfinite().all())}
     if not columns:
         return None
     matrix = torch.stack([*columns.values()], 1)
     if int((matrix.abs().amax(1) > 0).sum()) <= len(columns):
         return []  # so few equations have a solution whatever the loss is
     found = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd")
-    if not is_near((matrix @ found.solution).squeeze(1), whole):
+    if not is_near((matrix @ found.solution).squeeze(1), whole, EXPLAINS):
         return None
     if int(found.rank) < len(columns):
         return []
@@ -275,6 +279,103 @@ def _find_weights(measured: Measurement, sizes: Sizes) -> list[float] | None:
     return [solved.get(index, 0.0) for index in range(len(parts))]
 
 
-def is_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = EXPLAINS) -> bool:
-    """Whether the difference is that small a part of what is expected."""
-    return bool((found - expected).norm() <= tolerance * expected.norm())
+@contextmanager
+def _reversed_values(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Reverse the order of each parameter's values: others of the same scale, without a copy."""
+
+    def reverse() -> None:
+        for parameter in parameters:
+            parameter.data.copy_(parameter.data.reshape(-1).flip(0).view(parameter.shape))
+
+    reverse()
+    try:
+        yield
+    finally:
+        reverse()
+
+
+def find_coupling(measured: Measurement) -> Coupling:
+    """Find how samples depend on each other; unknown if no values can be changed, or the changes do nothing.
+
+    Two groups of samples are changed, one at a time and both at once. If samples do not depend on each other, the
+    changes of the gradient add up. A small change leaves choices of the step as they are (the hardest samples, an
+    expert, the labels that count); a large one shows them too.
+    """
+    if "samples" in measured.layout.lists.values():
+        return "unknown"  # tensors of a sample in a list have rows of their own
+    numbers = range(measured.layout.count)
+    # As in the sequence of Thue and Morse: it separates neighbours, and rows that are half a batch apart.
+    divisions: list[Callable[[int], bool]] = [
+        lambda row: row.bit_count() % 2 == 0,
+        lambda row: row % 3 == 0,
+        lambda row: 2 * row < len(numbers),
+    ]
+    found = set[bool | None]()
+    for size in (_SMALL, 1.0):
+        for is_first in divisions:
+            interacts = _do_interact(measured, torch.tensor([*map(is_first, numbers)]), size)
+            if interacts:
+                return "by values" if size < 1 else "by choices"
+            found.add(interacts)
+            if size < 1:
+                break
+    return "none" if False in found else "unknown"
+
+
+def _do_interact(measured: Measurement, first: torch.Tensor, size: float) -> bool | None:
+    """Return whether changes of the first group and of the others do not add up; ``None`` if one does nothing."""
+    whole = measured.whole_values()
+    changes: list[torch.Tensor] = []
+    for rows in (first, ~first, torch.ones_like(first)):
+        values = _measure_changed(measured, rows, size)
+        if values is None or values.shape != whole.shape or not bool(values.isfinite().all()):
+            return None
+        changes.append(values - whole)
+    one, other, both = changes
+    least = min(float(one.norm()), float(other.norm()))
+    if least <= TOLERANCE * size * float(whole.norm()):
+        return None
+    return float((both - one - other).norm()) > (1e-2 * size if size < 1 else TOLERANCE) * least
+
+
+def _measure_changed(measured: Measurement, rows: torch.Tensor, size: float) -> torch.Tensor | None:
+    """Return values of the whole gradient with these rows changed; ``None`` if the step refuses or counts them."""
+    handled, layout = sys.exc_info()[1], measured.layout
+    batch = map_tensors(layout.batch, lambda tensor: _change(tensor, rows, size))
+    if any(unit.count(batch) != unit.count(layout.batch) for unit in units_of(layout)):
+        return None
+    try:
+        return measured.whole_values(batch)
+    except Exception as error:
+        if isinstance(error, DoesNotFit) or is_oom(error, handled=handled):
+            raise
+        return None  # the step refuses such values
+
+
+def _change(tensor: torch.Tensor, rows: torch.Tensor, size: float) -> torch.Tensor:
+    """Move these rows towards their values in reverse order, except in a possible mask, label or weight."""
+    values = tensor.detach()
+    if values.ndim == 0 or len(values) != len(rows) or values.is_complex() or values.dtype == torch.bool:
+        return tensor
+    if bool(((values == 0) | (values == 1)).all()) or (values.ndim == 1 and not bool((values < 0).any())):
+        return tensor
+    flat = values.reshape(len(values), -1)
+    if values.is_floating_point():
+        if size < 1 and values.dtype != torch.float64:
+            return tensor
+        changed = flat + size * (0.75 * flat.flip(1) - flat)
+    elif values.ndim == 1 or size < 1:
+        return tensor
+    else:
+        changed = torch.stack([_reverse(row) for row in flat])
+    mixed = torch.where(rows.to(values.device)[:, None], changed, flat).view(values.shape)
+    return mixed.requires_grad_(tensor.requires_grad)
+
+
+def _reverse(row: torch.Tensor) -> torch.Tensor:
+    """Reverse a row of tokens. Fillers stay, and so does the first value, which may not be a label."""
+    is_own = torch.stack([row != filler for filler in FILLERS]).all(0)
+    is_own[:1] = False
+    changed = row.clone()
+    changed[is_own] = row[is_own].flip(0)
+    return changed

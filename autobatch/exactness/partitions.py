@@ -1,35 +1,65 @@
-"""Chooses the partitions that are compared: of a few samples every kind, of many the one that a step would run.
-
-Choosing the 20 hardest samples of a micro-batch shows with more than 20 of them only, so that many are compared too.
-Does not cover the comparison itself (``compare_split``).
-"""
+"""Chooses the partitions that are compared: of a few samples every kind, of many the one that a step would run."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from autobatch._bounds import LONGEST_LIST
 from autobatch.planning.planner import balance
 
-__all__ = ["Sizes", "divide_at_full_size", "halvings", "partitions_of", "ranges_of", "wholes_of"]
-
 Sizes = tuple[int, ...]
-"""A partition: how many samples each of its parts has."""
+"""A partition into neighbours: the number of samples of each part."""
+
+Parts = tuple[Sequence[int], ...]
+"""A partition: the samples of each part."""
+
+
+class Planned(NamedTuple):
+    """What a step will run.
+
+    Attributes:
+        target: Number of samples of the step.
+        size: Number of samples of its micro-batches, which are known to fit.
+        most: Number of samples that should fit at once; fewer are compared if they do not.
+        smallest: The fewest samples that the model can run.
+    """
+
+    target: int
+    size: int
+    most: int
+    smallest: int = 1
+
 
 _SMALLEST_HALVED = 16
 """A part of so many samples is not halved again: the comparison of a few samples has looked at smaller ones."""
 
 
-def ranges_of(sizes: Sizes) -> tuple[tuple[int, int], ...]:
-    """Where each part begins and ends."""
-    return tuple(pairwise([0, *accumulate(sizes)]))
+def ranges_of(sizes: Sizes) -> tuple[range, ...]:
+    """Return the samples of each part of neighbours."""
+    return tuple(range(start, stop) for start, stop in pairwise([0, *accumulate(sizes)]))
+
+
+def crossings(samples: int) -> tuple[Parts, Parts]:
+    """Return two partitions in few parts of unlike sizes, in which each two samples are in different parts once.
+
+    The first sample, then a square of the others: the rows of the square, and its columns.
+    """
+    width = max(1, math.ceil(math.sqrt(samples - 1)))
+    others = range(1, samples)
+    rows = [others[start : start + width] for start in range(0, len(others), width)]
+    columns = [[0, *others[::width]], *([*others[start::width]] for start in range(1, width))]
+    by_row = (range(1), *rows)
+    return by_row, tuple(columns) if len(columns) > 1 else by_row
 
 
 def partitions_of(samples: int, smallest: int) -> list[Sizes]:
-    """The partitions of a few samples: a small part first, halves, and the smallest parts there can be.
+    """Return the partitions of a few samples: a small part first, halves, and the smallest parts there can be.
 
-    All are needed: a mean that is stated with a wrong count looks right in two halves, and fails only in uneven parts;
-    and two samples that depend on each other show it only where they are in different parts.
+    All are needed. A mean that is stated with a wrong count looks right in two halves, and fails only in uneven parts.
+    Two samples that depend on each other show it only if they are in different parts.
     """
     if samples < 2 * smallest:
         return []
@@ -38,16 +68,16 @@ def partitions_of(samples: int, smallest: int) -> list[Sizes]:
 
 
 def _finest(samples: int, smallest: int) -> Sizes:
-    """Single samples; where two are the fewest, cuts after 3, 5, 7 and so on, as rows 2i and 2i + 1 may be a pair."""
+    """Return single samples; if two are the fewest, cuts after 3, 5, 7 and so on: rows 2i and 2i + 1 may be a pair."""
     first = smallest if smallest == 1 or samples < 2 * smallest + 1 else smallest + 1
     parts, rest = divmod(samples - first, smallest)
     return (first, *[smallest] * (parts - 1), smallest + rest)
 
 
 def wholes_of(target: int, size: int, most: int, compared: int) -> Sizes:
-    """How many samples to compare at once, the best choice first and then what to try where memory ends.
+    """Return the numbers of samples to compare at once: the best choice first, then what to try if memory runs out.
 
-    Of a step of ``target`` samples in micro-batches of ``size``, of which ``most`` should fit; more than were compared.
+    The step has ``target`` samples in micro-batches of ``size``. ``most`` should fit, and ``compared`` were compared.
     """
     wholes, fewer = [min(target, most)], min(size, target)
     while fewer > compared:
@@ -57,10 +87,10 @@ def wholes_of(target: int, size: int, most: int, compared: int) -> Sizes:
 
 
 def divide_at_full_size(target: int, size: int, whole: int, smallest: int) -> Sizes:
-    """The one partition of ``whole`` samples that is compared; it may leave out a remainder of them.
+    """Return the one partition of ``whole`` samples that is compared; it may leave out a remainder of them.
 
-    The plan's own partition, where the whole target is compared; planned micro-batches, where at least two fit at once;
-    else what retries would run. ``smallest`` is the fewest samples that the model can run.
+    The plan's own partition if ``whole`` is the target; planned micro-batches if at least two fit at once; else what
+    retries would run. ``smallest`` is the fewest samples that the model can run.
     """
     if whole < 2 * size:
         return balance(target, size, smallest) if whole == target > size else halvings(whole, smallest)
@@ -69,7 +99,7 @@ def divide_at_full_size(target: int, size: int, whole: int, smallest: int) -> Si
 
 
 def halvings(samples: int, smallest: int) -> Sizes:
-    """A half, a quarter, an eighth and so on, to see a dependence on any size in one pass; empty without two parts."""
+    """Return a half, a quarter, an eighth and so on, to see a dependence on any size; empty without two parts."""
     rest = samples
     sizes: list[int] = []
     while rest >= 2 * smallest and (rest > _SMALLEST_HALVED or not sizes):

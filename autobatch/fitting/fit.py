@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -16,8 +17,8 @@ from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import PlanMade, emit
 from autobatch.events.progress import progress_hooks
-from autobatch.exactness.updates import check_update
-from autobatch.exactness.verification import check_split, check_trimming
+from autobatch.exactness.partitions import Planned
+from autobatch.exactness.verification import check_split
 from autobatch.fitting.found import Checked, Found, Request, make_plan
 from autobatch.fitting.loader_sizes import source_of, warn_of_loader
 from autobatch.fitting.options import check_choices, check_sizes, check_switches
@@ -42,6 +43,10 @@ from autobatch.undo.training_state import TrainingState
 
 _FEW_BYTES = 2**16
 """Tensors beside the model and the optimizer that are no reason to look for garbage."""
+
+_FAR = 6
+"""A comparison in float64 takes at most twice a step's memory, and one gradient. A limit that is this many times larger
+than a step's peak is not counted: on a CPU that takes longer than the passes of a small model."""
 
 _NOT_CHECKED = Verdict(
     exact=False,
@@ -260,17 +265,16 @@ def _check_split(request: Request, found: Found, check: str | None) -> Checked:
 
 
 def _compare(request: Request, found: Found) -> Verdict:
-    workload, memory, limit = request.workload, request.memory, request.wanted.limit_bytes
-    sizes = {"target": found.samples, "size": found.size, "smallest": found.smallest}
+    memory, limit = request.memory, request.wanted.limit_bytes
+    planned = Planned(found.samples, found.size, found.most_at_once(limit), found.smallest)
     request.announce("comparing the gradients of the whole and of its parts")
-    with memory.limit(limit):
-        most = found.most_at_once(limit)
-        verdict = check_split(workload, found.batch.compared, memory, found.batch.by_length, most=most, **sizes)
-        if verdict.exact and found.batch.by_length is not None and request.lengths is not None:
-            verdict = check_trimming(verdict, workload, found.batch.by_length, request.lengths, memory)
-        if not verdict.exact:
-            return verdict
-        return check_update(verdict, workload, found.batch.compared, memory, request.state)
+    is_far = found.curve is not None and _FAR * found.curve.peak_reserved(planned.most) < limit
+    with nullcontext() if is_far else memory.limit(limit):
+        return check_split(
+            *(request.workload, found.batch.compared, memory, request.state, planned),
+            samples=found.batch.by_length,
+            lengths=request.lengths,
+        )
 
 
 def _describe_own(request: Request, found: Found) -> RankPlan:

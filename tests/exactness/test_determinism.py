@@ -59,7 +59,7 @@ def draw_in_parts(draw, sizes):
     samples, parts = sum(sizes), []
     with deterministic(nn.Linear(1, 1), []) as random:
         for first, last in [(0, samples), *itertools.pairwise([0, *itertools.accumulate(sizes)])]:
-            random.begin(first, last, samples)
+            random.begin(range(first, last), samples)
             parts.append(draw(last - first))
         random.end()
     return parts[0], torch.cat(parts[1:])

@@ -24,8 +24,8 @@ from workloads import (
 import autobatch
 from autobatch.batch.layout import describe
 from autobatch.errors import InexactSplit
-from autobatch.exactness.compare_split import SplitComparison
-from autobatch.exactness.partitions import divide_at_full_size, halvings, wholes_of
+from autobatch.exactness.comparison import SplitComparison
+from autobatch.exactness.partitions import Planned, divide_at_full_size, halvings, wholes_of
 from autobatch.exactness.verification import compare_many, verify
 from autobatch.memory.cpu import CpuDevice
 from autobatch.planning.planner import balance
@@ -226,11 +226,11 @@ def test_memory_may_end_anywhere_in_the_comparison():
     comparison = SplitComparison(workload, describe(make_batch(40)), device, 16, after_trials=True)
     few = comparison.run()
     with oom_at(10**9) as counted:
-        assert not compare_many(comparison, few, target=40, size=20, most=40).not_compared
+        assert not compare_many(comparison, few, Planned(40, 20, 40)).not_compared
     compared = set()
     for position in range(1, counted.operations, 7):
         with oom_at(position):
-            found = compare_many(comparison, few, target=40, size=20, most=40)
+            found = compare_many(comparison, few, Planned(40, 20, 40))
         assert found.exact
         assert bool(found.not_compared) == (sum(found.larger_partition) < 40)
         compared.add(sum(found.larger_partition))

@@ -16,8 +16,7 @@ from workloads import bits_of, differences, make_batch, mean_step
 import autobatch
 from autobatch.batch.layout import describe
 from autobatch.errors import InexactSplit
-from autobatch.exactness.compare_split import SplitComparison
-from autobatch.exactness.moved_parameters import stepping
+from autobatch.exactness.comparison import SplitComparison
 from autobatch.exactness.verification import verify
 from autobatch.memory.devices import find_device
 from autobatch.step.workload import Workload
@@ -251,7 +250,7 @@ def test_parameters_move_to_both_sides_and_come_back_bit_for_bit(error):
     with (
         measuring(model, mean_step, make_batch(16)) as measured,
         pytest.raises(KeyError) if error else nullcontext(),
-        stepping(measured) as mirror,
+        measured.moved() as mirror,
     ):
         against = [parameter.detach().clone() for parameter in model.parameters()]
         mirror()

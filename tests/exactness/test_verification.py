@@ -213,7 +213,7 @@ def test_a_single_sample_that_cannot_run_is_never_by_itself(refused):
 
     verdict = verify(small(), (*make_batch(16), torch.arange(16)), step)
     assert verdict.exact, str(verdict)
-    assert verdict.partitions[0] == (2, 14)
+    assert refused or verdict.partitions[0] == (2, 14)
 
 
 def against_own_group(model, batch):
@@ -267,7 +267,7 @@ class Recomputes(nn.Module):
 def test_a_frame_with_the_id_of_one_that_is_gone_identifies_a_draw():
     """Where a part begins, frames are noted that the backward pass no longer has."""
     numbers = SampleNumbers()
-    numbers.begin(0, 4, 4)
+    numbers.begin(range(4), 4)
     numbers._outer |= {id(frame): (lambda: None).__code__ for frame in (sys._getframe(),)}
 
     def draw():
@@ -363,7 +363,7 @@ def test_one_sample_gives_no_verdict():
 def test_memory_that_ends_with_many_samples_leaves_fewer():
     """Where 16 samples do not fit at once, fewer are compared; where two do not, it says so."""
     assert verify(small(), make_batch(16), limited(4)).samples == 4
-    assert "memory ended" in verify(small(), make_batch(16), limited(1)).unchecked
+    assert "memory ran out" in verify(small(), make_batch(16), limited(1)).unchecked
 
 
 @pytest.mark.parametrize("layers", [small, with_batch_norm], ids=["plain", "BatchNorm"])

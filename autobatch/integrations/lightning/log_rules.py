@@ -218,7 +218,7 @@ def _run(step: ModuleStep, few: Layout, sizes: Sequence[int], before: Undo, rand
     for start, stop in pairwise((0, *accumulate(sizes))):
         with before.watch(WrittenMemory(), few.tensors()):  # a metric may add to its tensors in place
             if random is not None:
-                random.begin(start, stop, few.count)
+                random.begin(range(start, stop), few.count)
             step.run(step.module, few.take(start, stop))
     if random is not None:
         random.end()

@@ -120,7 +120,7 @@ class TrainerStep:
 
                 def loss_of(start: int, stop: int) -> float:
                     def step(model: nn.Module, part: Any) -> torch.Tensor:
-                        random.begin(start, stop, len(rows))
+                        random.begin(range(start, stop), len(rows))
                         return self.loss_of(model, cut.inputs_of(part))
 
                     loss = Workload(model, step).call_step(cut.pick(batch, rows[start:stop]))
