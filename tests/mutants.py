@@ -23,10 +23,8 @@ __all__ = ["MUTANTS", "Mutant"]
 
 ROOT = Path(__file__).parent.parent
 
-TRANSACTION = "autobatch/training/transaction.py"
 ACCUMULATION = "autobatch/training/accumulation.py"
 BACKWARD = "autobatch/torch_internals/backward.py"
-WATCHED_BATCH = "autobatch/training/batch_mutation.py"
 MICRO_BATCHES = "autobatch/training/micro_batches.py"
 ACCUMULATION_STATE = "autobatch/training/accumulation_state.py"
 DENOMINATORS = "autobatch/training/loss_denominators.py"
@@ -34,7 +32,7 @@ GIVEN_BACKWARD = "autobatch/training/given_backward.py"
 RUNNER_STATE = "autobatch/training/runner_state.py"
 UPDATE = "autobatch/training/optimizer_step.py"
 GRADIENTS = "autobatch/undo/gradients.py"
-REWIND_POINT = "autobatch/undo/undo.py"
+UNDO = "autobatch/undo/undo.py"
 RANDOM = "autobatch/undo/random_state.py"
 STEP = "autobatch/step/workload.py"
 EXACTNESS = "autobatch/exactness/"
@@ -127,6 +125,95 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        "generators are not restored",
+        UNDO,
+        "            parts.callback(self._generators.restore)",
+        "            parts.callback(self.gradients.restore)",
+    ),
+    Mutant(
+        "copies of memory that a step wrote into are not restored",
+        UNDO,
+        "            put_storage(memory, value)\n\n    def restore_outside",
+        "            value.copy_(memory)\n\n    def restore_outside",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "attributes stay as a failed attempt left them",
+        "autobatch/undo/module_state.py",
+        "            _put_entries(vars(module), attributes)\n        for container in self._empty",
+        "            _is_equal(vars(module), attributes)\n        for container in self._empty",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "gradients of a failed attempt stay",
+        UNDO,
+        "        self.restore()\n        self.gradients.set_aside()",
+        "        kept = [p.grad for p in self.gradients.parameters]\n        self.restore()\n"
+        "        for p, g in zip(self.gradients.parameters, kept, strict=True):\n            p.grad = g",
+        FAULT_TESTS,
+    ),
+    Mutant(
+        "float32 sums of a failed attempt stay",
+        ACCUMULATION,
+        "        self._sums.clear()  # of an attempt that failed\n",
+        "",
+        FAULT_TESTS,
+    ),
+    Mutant(
+        "earlier gradients are lost",
+        ACCUMULATION,
+        "        undo.gradients.add()\n",
+        "",
+    ),
+    Mutant(
+        "a step that wrote into memory of which there is no copy is run again",
+        ACCUMULATION,
+        "        if reason:\n            raise CannotRetry(",
+        "        if not reason:\n            raise CannotRetry(",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "a batch may be written into",
+        "autobatch/training/misuse.py",
+        "        if moved or is_recorded or written:",
+        "        if not keys and moved and is_recorded:",
+        WATCHED_TESTS,
+    ),
+    Mutant(
+        "weights need not add up",
+        ACCUMULATION,
+        "            check_additive(self._cut(ranges, None), micro_batches)\n",
+        "",
+    ),
+    Mutant(
+        "state made for an undone update stays",
+        UPDATE,
+        "        forget_state(self._inner, self._made)\n",
+        "",
+        ("tests/training/test_optimizer_step.py",),
+    ),
+    Mutant(
+        "an update's gradients come back after it",
+        "autobatch/training/runner.py",
+        "                self._accumulation.drop_gradients()\n",
+        "                self._stepped.forget()\n",
+        RUNNER_TESTS,
+    ),
+    Mutant(
+        "activations of the step before are held between steps",
+        UNDO,
+        "        self.modules.release()\n",
+        "",
+        LIFETIME_TESTS,
+    ),
+    Mutant(
+        "sparse gradients grow with every micro-batch",
+        ACCUMULATION,
+        "        coalesce_gradients(self._parameters)\n",
+        "",
+        ("tests/undo/test_sparse_gradients.py",),
+    ),
     Mutant(
         "accelerate: batches are summed that nothing divides",
         "autobatch/training/runner.py",
@@ -338,13 +425,6 @@ MUTANTS = (
         FULL_SIZE_TESTS,
     ),
     Mutant(
-        "a shortage at short samples is read as one at long ones",
-        ACCUMULATION_STATE,
-        "failed.size, find_scale(failed), self.retries + 1",
-        "failed.size, failed.size, self.retries + 1",
-        LENGTH_TESTS,
-    ),
-    Mutant(
         "rows of a second batch are those of the first",
         MICRO_BATCHES,
         "tuple(first + row for row in layout.order",
@@ -554,13 +634,7 @@ MUTANTS = (
         "if not by_torch and leaf.dtype in ():",
         GIVEN_BACKWARD_TESTS,
     ),
-    Mutant(
-        "generators are not restored",
-        REWIND_POINT,
-        "            parts.callback(self.random.restore)  # last: the user's objects may draw when they are loaded\n",
-        "",
-    ),
-    Mutant("buffers are not restored", REWIND_POINT, "            buffer.copy_(value)\n", "            pass\n"),
+    Mutant("buffers are not restored", UNDO, "            buffer.copy_(value)\n", "            pass\n"),
     Mutant(
         "NumPy's generator is forgotten",
         RANDOM,
@@ -596,13 +670,6 @@ MUTANTS = (
         STATED_COUNTS_TESTS,
     ),
     Mutant(
-        "what a comparison of counts changes stays",
-        ACCUMULATION,
-        "            recorder.stop()\n            start.restore()\n",
-        "            recorder.stop()\n",
-        STATED_COUNTS_TESTS,
-    ),
-    Mutant(
         "a mean over samples counts the skipped ones too",
         ACCUMULATION_STATE,
         "            self._has_stated_none |= self.todo[0].counts\n",
@@ -624,51 +691,10 @@ MUTANTS = (
         UPDATE_CHECK_TESTS,
     ),
     Mutant(
-        "a piece that counts for nothing is run",
-        ACCUMULATION,
-        "                    if not todo[0].counts:",
-        "                    if False:",
-    ),
-    Mutant("earlier gradients are lost", ACCUMULATION, "                aside.add()\n", "                pass\n"),
-    Mutant(
         "earlier gradients are not put back",
         GRADIENTS,
         "            parameter.grad = gradient\n",
         "            pass\n",
-    ),
-    Mutant(
-        "a batch may be written into",
-        WATCHED_BATCH,
-        "        is_written, is_back = self._is_written(), self._put_back()\n",
-        "        is_written, is_back = False, self._put_back()\n",
-    ),
-    Mutant(
-        "a batch that was written into stays so",
-        WATCHED_BATCH,
-        "                    part.copy_(copy)\n",
-        "                    pass\n",
-        WATCHED_TESTS,
-    ),
-    Mutant(
-        "a NumPy array that was written into stays so",
-        WATCHED_BATCH,
-        "            array[...] = copy\n",
-        "            pass\n",
-        WATCHED_TESTS,
-    ),
-    Mutant(
-        "writes into NumPy arrays are not seen",
-        WATCHED_BATCH,
-        "any(array.tobytes() != copy.tobytes() for array, copy in self._arrays)",
-        "False",
-        WATCHED_TESTS,
-    ),
-    Mutant(
-        "a retry runs on what the failed attempt has written",
-        WATCHED_BATCH,
-        "(error is None or (not is_back and is_oom(error)))",
-        "error is None",
-        WATCHED_TESTS,
     ),
     Mutant(
         "predict does not see a write into the batch",
@@ -710,13 +736,6 @@ MUTANTS = (
         PREDICTION + "tracing/kernel_memory.py",
         "return _norm_buffers(args[1], args[0])",
         "return _norm_buffers(args[1])",
-        KERNEL_MEMORY_TESTS,
-    ),
-    Mutant(
-        "predict frees samples before the backward pass",
-        PREDICTION + "tracing/fake_step.py",
-        "                stamps.refuse_change()\n",
-        "                del placed\n                stamps.refuse_change()\n",
         KERNEL_MEMORY_TESTS,
     ),
     Mutant(
@@ -801,7 +820,6 @@ MUTANTS = (
         "    return micro_batches\n",
         "    return micro_batches[:-1] or micro_batches\n",
     ),
-    Mutant("weights need not add up", ACCUMULATION, "        check_additive(todo, smaller)\n", ""),
     Mutant(
         "the scaler is updated twice",
         UPDATE,
@@ -810,24 +828,11 @@ MUTANTS = (
         RUNNER_TESTS,
     ),
     Mutant(
-        "the scheduler steps when the optimizer did not",
-        UPDATE,
-        "self.schedulers and (self.scaler is None or self.scaler.get_scale() >= scale)",
-        "self.schedulers",
-        RUNNER_TESTS,
-    ),
-    Mutant(
         "the optimizer steps twice",
         UPDATE,
         "                optimizer.step() if self.scaler is None",
         "                (optimizer.step(), optimizer.step()) if self.scaler is None",
         RUNNER_TESTS,
-    ),
-    Mutant(
-        "each micro-batch is clipped",
-        ACCUMULATION,
-        "            coalesce_gradients(stamps.parameters)\n",
-        "            torch.nn.utils.clip_grad_norm_(self.workload.parameters(), 0.1)\n",
     ),
     Mutant(
         "gradients are clipped before they are unscaled",
@@ -848,21 +853,7 @@ MUTANTS = (
         "autobatch/undo/tensor_header.py",
         "    if not _refer_to_the_same(tensor, alias):\n        tensor.data = alias\n",
         "",
-        ("tests/undo/test_rewind_point.py", *ACCUMULATION_TESTS),
-    ),
-    Mutant(
-        "an update's gradients come back after it",
-        GRADIENTS,
-        "(self._parameters, self._gradients), self._is_spent, self.is_final = gone, True, True",
-        "self._is_spent, self.is_final = True, True",
-        RUNNER_TESTS,
-    ),
-    Mutant(
-        "an update is never past the turn",
-        TRANSACTION,
-        "        self.aside.spend(self._workload.parameters() if made_some else self.parameters)\n",
-        "",
-        RUNNER_TESTS,
+        ("tests/undo/test_undo.py", *ACCUMULATION_TESTS),
     ),
     Mutant(
         "parameters that nobody knows are trained",
@@ -881,31 +872,10 @@ MUTANTS = (
         RUNNER_TESTS,
     ),
     Mutant(
-        "state made for an undone update stays",
-        UPDATE,
-        "                forget_state(self._inner, made)\n",
-        "                pass\n",
-        FAULT_TESTS,
-    ),
-    Mutant(
         "memory that is known to move is copied once",
         "autobatch/undo/written_memory.py",
         "            self._known.add([tensor])\n",
         "            pass\n",
-        MOVING_TESTS,
-    ),
-    Mutant(
-        "copies of written memory are not put back",
-        REWIND_POINT,
-        "    memory.copy_(value)\n",
-        "",
-        MOVING_TESTS,
-    ),
-    Mutant(
-        "attributes stay as a failed attempt left them",
-        "autobatch/undo/module_state.py",
-        "        put_entries_back(vars(self.module), self._held)\n",
-        "",
         MOVING_TESTS,
     ),
     Mutant(
@@ -914,20 +884,6 @@ MUTANTS = (
         "        for content in self.contents:\n            content.put_back()\n",
         "",
         MOVING_TESTS,
-    ),
-    Mutant(
-        "what modules hold is never looked at again",
-        "autobatch/undo/module_state.py",
-        "            and self.watch.is_current()\n            and self.headers.renew()\n",
-        "            and self.headers.renew()\n",
-        MOVING_TESTS,
-    ),
-    Mutant(
-        "a parameter of a later forward pass takes its gradient into the next step",
-        TRANSACTION,
-        "        made_some = not self.start.modules.holds_same_parameters()",
-        "        made_some = False",
-        LIFETIME_TESTS,
     ),
     Mutant(
         "a micro-batch's graph lives while the next one runs",
@@ -1017,13 +973,6 @@ MUTANTS = (
         BACKWARD_TESTS,
     ),
     Mutant(
-        "a subclass's own backward is passed by",
-        ACCUMULATION,
-        "if self._begins_in_engine and type(loss) is torch.Tensor:",
-        "if self._begins_in_engine:",
-        BACKWARD_TESTS,
-    ),
-    Mutant(
         "a private function is used in an untested release",
         BACKWARD,
         "        IS_TRIED\n        and torch",
@@ -1036,13 +985,6 @@ MUTANTS = (
         "(gradient,), False, False, ()",
         "(gradient,), True, False, ()",
         BACKWARD_TESTS,
-    ),
-    Mutant(
-        "an interrupt leaves __torch_function__ disabled",
-        "autobatch/training/runner.py",
-        "        _set_function_state(function_state)\n",
-        "        pass\n",
-        RUNNER_TESTS,
     ),
     Mutant(
         "finished samples are held until the update",
@@ -1094,13 +1036,6 @@ MUTANTS = (
         IN_PLACE_TESTS,
     ),
     Mutant(
-        "a buffer with memory of its own is taken for the one without",
-        "autobatch/undo/module_state.py",
-        "            and [*map(torch.Tensor.stride, self._strided)] == self._strides",
-        "            and True",
-        IN_PLACE_TESTS,
-    ),
-    Mutant(
         "a guard removes another thread's",
         LOOP_GUARD,
         "        if table.get(name) is call:",
@@ -1137,7 +1072,7 @@ MUTANTS = (
     ),
     Mutant(
         "objects that the user named are not put back",
-        REWIND_POINT,
+        UNDO,
         "            parts.callback(self._objects.put_back)\n",
         "",
         MOVING_TESTS,
@@ -1155,20 +1090,6 @@ MUTANTS = (
         "            self.denominators = Denominators.of(micro_batches, weighed=self._weighed)\n",
         "            pass\n",
         MOVING_TESTS,
-    ),
-    Mutant(
-        "sparse gradients grow with every micro-batch",
-        ACCUMULATION,
-        "            coalesce_gradients(stamps.parameters)\n",
-        "            pass\n",
-        ("tests/undo/test_sparse_gradients.py",),
-    ),
-    Mutant(
-        "a trial's sparse gradient has the rows of two micro-batches",
-        ACCUMULATION,
-        "            widen_gradients(stamps.parameters, self.stands_for)\n",
-        "",
-        ("tests/undo/test_sparse_gradients.py",),
     ),
     Mutant(
         "a remembered plan may need more than there is",
@@ -1557,13 +1478,6 @@ MUTANTS = (
         ("tests/memory/test_live_storage.py",),
     ),
     Mutant(
-        "gradients of an update stay after an interrupt as the step ends",
-        ACCUMULATION,
-        "            transaction.__exit__()  # nothing is left to do, unless an interrupt came as the block ended\n",
-        "",
-        ("tests/training/test_runner.py",),
-    ),
-    Mutant(
         "two threads leave torch's globals in a dispatch mode",
         DISPATCH,
         "        try:\n            _push_mode(self)\n        except BaseException:\n"
@@ -1683,32 +1597,11 @@ MUTANTS = (
         ("tests/step/test_outside_tensors.py",),
     ),
     Mutant(
-        "a check leaves a teacher's data where its last run had assigned it",
-        EXACTNESS + "measurement.py",
-        "        self.outside.put_back()\n",
-        "",
-        ("tests/step/test_outside_tensors.py",),
-    ),
-    Mutant(
-        "activations of the step before are held between steps",
-        TRANSACTION,
-        "                self.start.release()  # last: it only",
-        "                pass  #",
-        ("tests/training/test_held_activations.py",),
-    ),
-    Mutant(
         "a trial begins without what the step before holds",
         "autobatch/fitting/probe.py",
         "        if self._holds_activations:\n",
         "        if False:\n",
         ("tests/training/test_held_activations.py",),
-    ),
-    Mutant(
-        "what only an earlier micro-batch writes into is not learnt",
-        REWIND_POINT,
-        "            written = self._written | self._recorder.written\n",
-        "            written = self._recorder.written\n",
-        ("tests/undo/test_state_corners.py",),
     ),
     Mutant(
         "a put() that raises leaves the other named objects out",
@@ -1802,13 +1695,6 @@ MUTANTS = (
         ("tests/distributed/test_value_digest.py",),
     ),
     Mutant(
-        "ranks: only Ctrl-C is held back",
-        DISTRIBUTED + "interrupts.py",
-        """("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGALRM", "SIGUSR1", "SIGUSR2")""",
-        """("SIGINT",)""",
-        ("tests/distributed/test_interrupts.py",),
-    ),
-    Mutant(
         "a running value in Lightning is the mean of its values",
         LIGHTNING + "logs.py",
         """        rule = replace(rule, ways=("last",))\n""",
@@ -1828,13 +1714,6 @@ MUTANTS = (
         "        self._blocks += 1\n",
         "        pass\n",
         ("tests/distributed/test_fit_on_ranks.py",),
-    ),
-    Mutant(
-        "ranks: an interrupt comes in the middle of the sum",
-        DISTRIBUTED + "interrupts.py",
-        "            signal.signal(number, came.__setitem__)\n",
-        "",
-        ("tests/distributed/test_interrupts.py",),
     ),
     Mutant(
         "ranks: a size that only others ran is promised",
@@ -1988,13 +1867,6 @@ MUTANTS = (
         DISTRIBUTED + "lockstep.py",
         "        refuse_changed_settings(self._model, self._groups, self._factor)\n",
         "",
-        SHARDED_PASS_TESTS,
-    ),
-    Mutant(
-        "ranks: micro-batches of a rank that is not short keep samples that are gone",
-        "autobatch/training/lockstep_accumulation.py",
-        "            self._cut_again(progress)\n",
-        "            pass\n",
         SHARDED_PASS_TESTS,
     ),
     Mutant(
@@ -2214,13 +2086,6 @@ MUTANTS = (
         "index * _GOLDEN % 1",
         "index * 0",
         ("tests/batch/test_layout.py",),
-    ),
-    Mutant(
-        "a gradient hook that comes later is taken",
-        ACCUMULATION,
-        "                    self.workload.check_hooks(self._hooks)\n",
-        "                    pass\n",
-        ("tests/undo/test_gradient_hooks.py", "tests/step/test_workload.py"),
     ),
     Mutant(
         "slots keep what the step wrote",
