@@ -1685,7 +1685,7 @@ MUTANTS = (
     Mutant(
         "a check leaves a teacher's data where its last run had assigned it",
         EXACTNESS + "measurement.py",
-        "        self.outside.put_back()\n",
+        "        self.outside.restore()\n",
         "",
         ("tests/step/test_outside_tensors.py",),
     ),
