@@ -1597,6 +1597,13 @@ MUTANTS = (
         ("tests/step/test_outside_tensors.py",),
     ),
     Mutant(
+        "a check leaves a teacher's data where its last run had assigned it",
+        EXACTNESS + "measurement.py",
+        "        self.outside.restore()\n",
+        "",
+        ("tests/step/test_outside_tensors.py",),
+    ),
+    Mutant(
         "a trial begins without what the step before holds",
         "autobatch/fitting/probe.py",
         "        if self._holds_activations:\n",

@@ -120,7 +120,7 @@ class Measurement:
     def again(self, layout: Layout | None = None) -> Measurement:
         """Return a measurement from the state as it is now, after a change to the model or to random numbers."""
         start = Undo(self.workload.model, self.device.torch_device)
-        return replace(self, start=start, layout=layout or self.layout)
+        return replace(self, start=start, layout=layout or self.layout, before=())
 
     def after_move(self) -> Measurement:
         """Return a measurement of parameters that have moved. Runs would put back those that a step writes into."""
@@ -221,10 +221,11 @@ class Measurement:
         ordered = sorted(worst.items(), key=lambda found: -found[1])
         return tuple(ModuleError(module=module, relative_error=error) for module, error in ordered)
 
-    def accumulate(self, parts: Parts, factor: float = 1.0) -> bool:
-        """Accumulate the gradient of these parts into ``.grad``, from the state at the start; false if none counts."""
+    def accumulate(self, parts: Parts, factor: float = 1.0) -> Sequence[nn.Parameter]:
+        """Accumulate the gradient of these parts into ``.grad``, from the state at the start; return the parameters."""
         self.start.restore()
-        for parameter in self.workload.parameters():  # only now: what the last run has made is gone
+        parameters = self.workload.parameters()  # only now: those that the last run has made are gone
+        for parameter in parameters:
             parameter.grad = None
         layouts = [self.part(rows) for rows in parts]
         run = [rows for rows, part in zip(parts, layouts, strict=True) if self._counts(part)]
@@ -237,7 +238,7 @@ class Measurement:
         if self.random is not None:
             self.random.end()
         self._loss = 0.0 if done is None or done.loss is None else float(done.loss)
-        return done is not None
+        return parameters
 
     @contextmanager
     def moved(self) -> Iterator[Callable[[], None]]:
@@ -313,9 +314,7 @@ class Measurement:
         return sample_values(found, self.whole(), self.scales().divisors())
 
     def _run(self, parts: Parts, factor: float = 1.0) -> Gradients:
-        is_run = self.accumulate(parts, factor)
-        parameters = self.workload.parameters()
-        return take_gradients(parameters) if is_run else [None] * len(parameters)
+        return take_gradients(self.accumulate(parts, factor))
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
