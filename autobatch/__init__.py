@@ -17,7 +17,7 @@ from autobatch.torch_internals import import_torch
 
 if TYPE_CHECKING:
     from autobatch import batches, hooks, testing
-    from autobatch.batch.lengths import Lengths
+    from autobatch.batch.lengths import by_length
     from autobatch.distributed.share_sampler import ShareSampler
     from autobatch.errors import (
         AutobatchError,
@@ -49,7 +49,6 @@ __all__ = [
     "DoesNotFit",
     "InexactSplit",
     "InvalidArgument",
-    "Lengths",
     "Mean",
     "MemoryCurve",
     "NeedsBatch",
@@ -67,6 +66,7 @@ __all__ = [
     "Verdict",
     "__version__",
     "batches",
+    "by_length",
     "fit",
     "hooks",
     "is_oom",
@@ -81,7 +81,6 @@ _MODULES = {
     "hooks": "autobatch.hooks",
     "testing": "autobatch.testing",
     "DeviceInfo": "autobatch.records",
-    "Lengths": "autobatch.batch.lengths",
     "Mean": "autobatch.step.losses",
     "MemoryCurve": "autobatch.planning.curve",
     "Part": "autobatch.step.losses",
@@ -94,6 +93,7 @@ _MODULES = {
     "Sum": "autobatch.step.losses",
     "Trial": "autobatch.records",
     "Verdict": "autobatch.records",
+    "by_length": "autobatch.batch.lengths",
     "fit": "autobatch.fitting.fit",
     "is_oom": "autobatch.memory.oom",
     "map": "autobatch.inference.mapping",

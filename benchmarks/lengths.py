@@ -1,4 +1,4 @@
-"""How long a step on texts of different lengths takes: padded to the longest, and with ``lengths=``.
+"""How long a step on texts of different lengths takes: padded to the longest, and with ``by_length``.
 
     python benchmarks/lengths.py [--pairs 5]
 
@@ -91,7 +91,7 @@ def measure(
     rows, ratios = [], []
     with undisturbed():
         runners, searches = [], []
-        for options in ({}, {"lengths": length_of}):
+        for options in ({}, {"cut": autobatch.by_length(length_of)}):
             given: dict[str, Any] = {"step": step, "optimizer": optimizer, "weigh": count_labels, **options}
             limits = {"budget": budget, "reuse": False, "progress": False}
             plan = autobatch.fit(model, texts, batch=batches[0], **given, **limits)
@@ -108,14 +108,14 @@ def measure(
         "Texts of different lengths",
         f"A GPT-2 of two layers (64 wide) on {texts} texts, log-normal, 16 to {longest} tokens, the median an eighth "
         f"of the longest, AdamW, in a budget of {budget}. *Padded*: `fit` and `Runner` on the batch as it is. "
-        "*Sorted*: the same with `lengths=`. Each row is one batch; times are medians of steps that run in turn. "
+        "*Sorted*: the same with `by_length`. Each row is one batch; times are medians of steps that run in turn. "
         "Tokens: those that run, padding among them, for each that counts. "
         f"Trials of `fit`: padded {searches[0]}, sorted {searches[1]}.",
         ("batch", "padded", "sorted", "sorted / padded", "micro-batches", "tokens run, padded", "tokens run, sorted"),
         rows,
         [
             Goal(
-                f"time of a step on {texts} texts of 16 to {longest} tokens with lengths=, beside all padded",
+                f"time of a step on {texts} texts of 16 to {longest} tokens with by_length(), beside all padded",
                 f"at most {_WANTED}",
                 f"{median:.2f}",
                 judge(median <= _WANTED),

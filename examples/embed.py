@@ -34,5 +34,5 @@ def embed(piece: list[str]) -> torch.Tensor:
     return hidden.masked_fill(padding[..., None], 0).sum(1) / sizes[:, None]
 
 
-vectors = torch.stack(list(autobatch.map(embed, texts, lengths=len, budget="16MiB")))
+vectors = torch.stack(list(autobatch.map(embed, texts, cut=autobatch.by_length(len), budget="16MiB")))
 print(f"{len(texts)} texts, vectors of {vectors.shape[1]}, all finite: {'yes' if vectors.isfinite().all() else 'no'}")

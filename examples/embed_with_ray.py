@@ -29,7 +29,11 @@ class Embedder:
     def __call__(self, block: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """What Ray calls with each block."""
         texts = [text.encode() for text in block["item"]]
-        return {"vector": torch.stack(list(autobatch.map(self.embed, texts, lengths=len, budget="16MiB"))).numpy()}
+        return {
+            "vector": torch.stack(
+                list(autobatch.map(self.embed, texts, cut=autobatch.by_length(len), budget="16MiB"))
+            ).numpy()
+        }
 
 
 sources = [path.read_text("utf-8", "replace") for path in pathlib.Path(ast.__file__).parent.glob("*.py")]

@@ -1,8 +1,8 @@
 """Finds the example batch that every trial is made from: given, drawn from a dataset, or inferred from the model.
 
 From a model are read Lightning's ``example_input_array``, timm's ``pretrained_cfg`` and a first layer that fixes the
-whole shape; not Hugging Face's ``dummy_inputs``, as a few tokens would give an absurd plan. Where the shape stays open
-the error says what to pass. Does not cover how samples of a dataset are compared (``largest``).
+whole shape; not Hugging Face's ``dummy_inputs``, as a few tokens would give an absurd plan. If the shape stays open,
+the error says what to pass.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from torch import nn
 
 from autobatch._wrappers import unwrap_model
 from autobatch.batch.largest import choose_samples, is_source
-from autobatch.batch.layout import Layout, describe, map_tensors
-from autobatch.batch.lengths import Lengths
+from autobatch.batch.layout import Layout, describe
+from autobatch.batch.lengths import ByLength
 from autobatch.batch.registry import find_type
-from autobatch.batch.tree import fields_of
+from autobatch.batch.tree import fields_of, map_tensors
 from autobatch.errors import InvalidArgument, NeedsBatch
-
-__all__ = ["Example", "check_values", "find_example", "infer_example", "refuse_meta"]
 
 _MOST_SAMPLES = 64
 """How many of a dataset's largest samples are taken: enough for a mixture, few enough that all are large."""
@@ -50,13 +48,13 @@ _CONVOLVED = {
 
 
 class Example(NamedTuple):
-    """A batch, and what the user should know about where it came from.
+    """A batch, and warnings about its origin.
 
     Attributes:
         layout: The samples of the trials.
-        warnings: What the user should know.
+        warnings: Facts that the user should know.
         with_smallest: The same after the smallest sample of the dataset, which may have nothing to count; ``None``
-            where all are alike, and of a given batch.
+            for a given batch, and for samples of one size.
     """
 
     layout: Layout
@@ -65,7 +63,7 @@ class Example(NamedTuple):
 
 
 def find_example(
-    model: nn.Module, batch: Any | None, most: int, lengths: Lengths | None = None, *, has_own_step: bool = False
+    model: nn.Module, batch: Any | None, most: int, lengths: ByLength | None = None, *, has_own_step: bool = False
 ) -> Example:
     """An example: a given batch, about ``most`` samples of a Dataset or DataLoader, or one inferred from the model.
 
@@ -123,7 +121,10 @@ def infer_example(model: nn.Module) -> Any:
 
     The first sample of ``example_input_array``; or zeros of ``(1, *input_size)`` (timm) or ``(1, in_features)`` (a
     first layer ``Linear``); or token numbers of ``(1, length)`` (a first layer ``Embedding`` where the model or its
-    config has a length). Raises NeedsBatch where the model has none of them, with which layer leaves what open.
+    config has a length).
+
+    Raises:
+        NeedsBatch: The model has none of them; the message names the layer and the size that stays open.
     """
     inner = unwrap_model(model)
     example = getattr(inner, "example_input_array", None)
@@ -146,7 +147,7 @@ def infer_example(model: nn.Module) -> Any:
 
 
 def _image_of(model: nn.Module) -> torch.Tensor | None:
-    """The image that a timm model was made for; what it was built with goes before what it was pretrained with."""
+    """Return the image of a timm model: of the size that it was built with, else that of its pretraining."""
     size = _lookup(getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None), "input_size")
     if not isinstance(size, tuple | list) or len(size) != 3:
         return None
@@ -215,7 +216,7 @@ def _tokens(model: nn.Module, name: str, layer: nn.Embedding) -> torch.Tensor:
 
 
 def _stays_open(model: nn.Module, name: str, layer: nn.Module) -> NeedsBatch:
-    """What the layer fixes, what it leaves open, and a batch to paste and adapt."""
+    """Make an error with the sizes that the layer fixes, those that it leaves open, and a batch to paste and adapt."""
     kind = type(layer).__name__
     features = next((getattr(layer, size) for of, size in _FEATURES.items() if isinstance(layer, of)), 0)
     if isinstance(layer, _CONVOLUTIONS):

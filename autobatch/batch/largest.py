@@ -1,10 +1,8 @@
 """Finds the largest samples of a dataset and collates them into the batch that a plan must survive.
 
-Covers torch's ``Dataset`` and ``DataLoader``, map-style and iterable, and datasets that follow torch's protocol without
-its base class. A sample's size is the number of tensor elements it has alone after the loader's own ``collate_fn``;
-where that ties, the characters of its strings. Where it is known how long samples are, that comes first, and shorter
-ones are taken too. The samples are then collated together, so that a collate function that pads gives the widest batch
-it can. No worker process is started. Does not cover batches (``layout``).
+A sample's size is the number of tensor elements it has alone after the loader's own ``collate_fn``; ties are broken by
+the characters of its strings. If lengths are known, they come first, and shorter samples are taken too. The samples are
+then collated together, so that a collate function that pads gives the widest batch it can. No worker process starts.
 """
 
 from __future__ import annotations
@@ -21,14 +19,12 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
 
-from autobatch.batch.layout import Layout, count_elements, describe
-from autobatch.batch.lengths import Lengths, read_lengths
+from autobatch.batch.layout import Layout, describe
+from autobatch.batch.lengths import ByLength
 from autobatch.batch.list_rules import ListReading
 from autobatch.batch.registry import find_type
-from autobatch.batch.tree import leaves_of
+from autobatch.batch.tree import count_elements, leaves_of
 from autobatch.errors import InvalidArgument
-
-__all__ = ["choose_samples", "is_source", "largest_samples"]
 
 _OUTWEIGHS: tuple[ListReading, ...] = ("unclear", "samples", "fields")
 """Where two batches of one loader are read differently, the later of these holds."""
@@ -42,13 +38,13 @@ _MOST_SHORTER = 24
 
 @dataclass(frozen=True)
 class _Source:
-    """What a loader would do with a dataset."""
+    """A dataset, and the way in which a loader reads it."""
 
     dataset: Any
     collate: Callable[[Any], Any] = default_collate
     sampler: Any = None
     gives_batches: bool = False
-    lengths: Lengths | None = None
+    lengths: ByLength | None = None
 
     def collated(self, entries: Sequence[Any]) -> Any:
         """The batch that the loader would yield for these samples, or for this one whole batch."""
@@ -69,10 +65,10 @@ class _Source:
         return describe(batch, like=Layout(None, len(entries), lists))
 
     def size(self, entry: Any) -> tuple[int, float, int]:
-        """What entries are ranked by: length, if it is known; elements (of a whole batch, a sample); characters."""
+        """Return the rank of an entry: length, if it is known; elements (a sample, if it is a batch); characters."""
         batch = self.collated([entry])
         samples = describe(batch).count if self.gives_batches else 1
-        length = 0 if self.lengths is None else max(read_lengths(self.lengths, batch, samples))
+        length = 0 if self.lengths is None else max(self.lengths.read(batch, samples))
         characters = sum(len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, str))
         return length, count_elements(batch) / samples, characters
 
@@ -81,7 +77,7 @@ class _Source:
     ) -> tuple[list[Any], int, bool]:
         """The largest entries, largest first; how many were looked at; and whether the smallest was added.
 
-        Where lengths are known, a half of them are shorter ones: the longest of each class of lengths. Else the
+        If lengths are known, a half of them are shorter ones: the longest of each class of lengths. Else the
         smallest of all is added as the last, where it is smaller than the largest.
         """
         deadline, seen = time.monotonic() + time_limit, 0
@@ -117,7 +113,7 @@ class _Source:
         return [entry for _, entry in largest], seen, is_added
 
     def keys(self) -> Sequence[Any]:
-        """What a map-style dataset can be asked for."""
+        """List the keys of a map-style dataset."""
         if isinstance(self.sampler, SubsetRandomSampler):
             return self.sampler.indices
         if self.gives_batches and isinstance(self.sampler, BatchSampler):
@@ -137,7 +133,7 @@ def _class_of(length: int) -> int:
 
 
 def count_dataset(batch: Any) -> int:
-    """How many samples a dataset has, by itself or in a loader; 0 for a stream and for what is a batch."""
+    """Count the samples of a dataset, also in a loader; 0 for a stream and for a batch."""
     dataset = getattr(batch, "dataset", None) if isinstance(batch, DataLoader) else batch
     if not is_source(batch) or isinstance(dataset, IterableDataset):
         return 0
@@ -157,40 +153,27 @@ def is_source(batch: Any) -> bool:
     return isinstance(batch, Dataset | DataLoader) or hasattr(batch, "__getitems__")
 
 
-def largest_samples(
-    source: Any,
-    count: int = 32,
-    *,
-    lengths: Lengths | None = None,
-    scan_limit: int = 2048,
-    time_limit: float = 10.0,
-) -> tuple[Layout, str | None]:
-    """The ``count`` largest samples, collated together, and a sentence on what was read of a stream, or not looked at.
-
-    With ``lengths`` they are the longest, half as many, and beside them samples of all shorter lengths that there are.
-
-    Of a map-style dataset samples spread evenly over it are looked at: ``scan_limit`` of them, and none after
-    ``time_limit`` seconds. Of a stream one batch is read, since training may not get what was read. Of a loader that
-    gives whole batches (``batch_size=None``) the one with most elements a sample is taken as it is. Each sample is
-    fetched once, so that one made at random is the one that was measured. Raises InvalidArgument where the dataset is
-    empty or has no length.
-    """
-    found = choose_samples(source, count, lengths, adds_smallest=False, scan_limit=scan_limit, time_limit=time_limit)
-    return found[:2]
-
-
 def choose_samples(
     source: Any,
     count: int,
-    lengths: Lengths | None = None,
+    lengths: ByLength | None = None,
     *,
     adds_smallest: bool = True,
     scan_limit: int = 2048,
     time_limit: float = 10.0,
 ) -> tuple[Layout, str | None, bool]:
-    """``largest_samples``; without lengths with the smallest one of all as the last; and whether it was added.
+    """Return the ``count`` largest samples, collated together, a note, and whether the smallest was added.
 
-    It may have nothing to count, as an image without a box has.
+    With ``lengths`` they are the longest, half as many, and beside them samples of all shorter lengths that there are.
+    Without them the smallest sample is the last one: it may have nothing to count, as an image without a box has.
+    The note says what was read of a stream, or not looked at.
+
+    A map-style dataset is looked at evenly: ``scan_limit`` samples, and none after ``time_limit`` seconds. A stream
+    gives one batch, since training may not get what was read. A loader of whole batches (``batch_size=None``) gives the
+    one with most elements a sample. Each sample is fetched once, so that a random one is the one that was measured.
+
+    Raises:
+        InvalidArgument: The dataset is empty or has no length.
     """
     opened = _Source(source, lengths=lengths)
     if isinstance(source, DataLoader):
@@ -222,7 +205,7 @@ def choose_samples(
 
 
 def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:
-    """How its lists are read, where that many samples are what it has."""
+    """Return how its lists are read, if it has that many samples."""
     try:
         layout = describe(batch, samples=samples)
     except InvalidArgument:

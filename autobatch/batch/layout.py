@@ -1,32 +1,26 @@
-"""Counts, cuts and grows a batch along its samples.
-
-Covers ``Layout``, the one description from which all three follow. Does not cover how a batch is read
-(``layout_rules``), containers (``tree``), types of the user's own (``registry``), or when a micro-batch is moved.
+"""Counts a batch along its samples, takes some of them, and grows it to any number.
 
 A part of a batch may read differently from the whole: two tags beside eight samples are shared, beside two samples they
-are split. So do not count micro-batches, their sizes are known; or describe them ``like`` the whole.
+are split. So parts are not counted: their sizes are known.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import compress, repeat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
-from autobatch.batch.chosen_rows import choose_rows
 from autobatch.batch.layout_rules import read
 from autobatch.batch.list_rules import ROOT, ListReading
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import (
-    TreeSpec,
     as_leaf,
-    count_bytes,
-    count_elements,
     count_rows,
     fields_of,
     is_sequence,
@@ -36,213 +30,325 @@ from autobatch.batch.tree import (
     with_fields,
     with_fresh_containers,
     with_items,
+    with_new_fields,
 )
 from autobatch.errors import InvalidArgument
+from autobatch.records import Padding
 
-__all__ = [
-    "Layout",
-    "count_bytes",
-    "count_elements",
-    "describe",
-    "dims_of",
-    "is_empty",
-    "is_one_batch",
-    "map_tensors",
-    "tensors_of",
-]
+_GOLDEN = (5**0.5 - 1) / 2
+_VALUES = (type(None), bool, int, float, complex, str, bytes)
+_TRAITS = attrgetter("shape", "device", "dtype", "layout", "requires_grad", "is_nested")
+
+Kind = Literal["rows", "samples", "unclear", "shared"]
+Rows = range | list[int]
 
 
-_KEY = attrgetter("shape", "device", "layout", "requires_grad", "is_nested")
-
-
-class _Traits(NamedTuple):
-    """What holds for all batches of one spec whose tensors have the same key.
+class Leaf(NamedTuple):
+    """One part of a batch that is taken apart no further.
 
     Attributes:
-        key: Shape, device, layout, and whether a gradient is required and whether it is nested, of each tensor.
-        rows: Of all tensors with dimensions, where they are dense and agree, else 0.
-        home: ``Layout.home``.
-        elements: Of all tensors together.
-        are_rows: Whether each leaf is a tensor with dimensions.
+        path: Its place, such as ``batch["x"]``.
+        value: A tensor, an array, an object of a registered type, a list of samples, or anything else.
+        kind: ``"rows"`` and ``"samples"`` have one entry a sample, ``"shared"`` is the same for all samples;
+            ``"unclear"`` could be either, and is refused where the batch is divided.
     """
 
-    key: list[Any]
-    rows: int
+    path: str
+    value: Any
+    kind: Kind
+
+
+class Trim(NamedTuple):
+    """The part of padded dimensions that is left of some samples."""
+
+    padding: Padding
+    length: int
+
+
+class _Flat(NamedTuple):
+    """One plain container, as nearly every batch is: pytree takes longer than all else that is done for a step."""
+
+    container: type[Any]
+    size: int
+    keys: list[Any] | None
+
+
+Spec = _Flat | pytree.TreeSpec
+
+
+class Form(NamedTuple):
+    """The properties that batches of the same containers, shapes and devices share.
+
+    Attributes:
+        spec: The containers.
+        key: Type, shape, device and so on of each leaf.
+        paths: The path of each leaf.
+        kinds: The kind of each leaf.
+        samples: Number of samples.
+        home: The one device of all tensors; ``None`` where there are several, or one requires a gradient.
+    """
+
+    spec: Spec
+    key: Sequence[Any]
+    paths: Sequence[str]
+    kinds: Sequence[Kind]
+    samples: int
     home: torch.device | None
-    elements: int
-    are_rows: bool
 
 
-@dataclass(eq=False)  # not frozen: one is made in every step, and each field of a frozen one costs a call
 class Layout:
-    """How one batch divides into samples, found once by ``describe``.
+    """How one batch divides into samples, found by ``describe``.
 
     Attributes:
-        batch: The batch it describes.
-        count: How many samples it has.
-        lists: What each list holds, by path.
-        spec: Its containers, where they are plain ones; a later batch of the same spec is described in a few calls.
-        leaves: The leaves of the spec, in order.
-        home: The one device of all tensors of the spec; ``None`` if they are on several or one requires a gradient.
-        traits: The very same object for a later batch with the same spec, shapes and devices; ``None`` without a spec.
+        batch: The batch.
+        count: Number of samples.
+        lists: The reading of each list, by path.
+        form: The properties that later batches may share: then they have the very same object. ``None`` where the batch
+            holds more than plain containers of tensors, numbers and texts.
     """
 
-    batch: Any
-    count: int
-    lists: Mapping[str, ListReading]
-    spec: TreeSpec | None = None
-    leaves: Sequence[Any] = field(default=(), repr=False)
-    home: torch.device | None = None
-    traits: _Traits | None = None
+    def __init__(self, batch: Any, count: int, lists: Mapping[str, ListReading], form: Form | None = None) -> None:
+        """Note how a batch divides."""
+        self.batch, self.count, self.lists, self.form = batch, count, lists, form
+
+    @cached_property
+    def leaves(self) -> list[Leaf]:
+        """The leaves, in order."""
+        return self._flat[0]
+
+    @cached_property
+    def containers(self) -> Any:
+        """The containers around the leaves, each with those in it; ``None`` where the batch is a leaf."""
+        return self._flat[1]
+
+    @cached_property
+    def _flat(self) -> tuple[list[Leaf], Any]:
+        leaves: list[Leaf] = []
+        return leaves, _flatten(self.batch, ROOT, self.lists, leaves)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor of the batch, in order."""
-        if self.spec is None:
+        """List every tensor of the batch, in order."""
+        if self.form is None:
             return [*tensors_of(self.batch)]
-        return [*compress(self.leaves, map(isinstance, self.leaves, repeat(torch.Tensor)))]
+        return [leaf.value for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
 
     @property
-    def elements(self) -> int:
-        """Elements of all tensors and NumPy arrays together."""
-        return count_elements(self.batch) if self.traits is None else self.traits.elements
+    def home(self) -> torch.device | None:
+        """The one device of all tensors; ``None`` where that is not known, or one requires a gradient."""
+        return None if self.form is None else self.form.home
 
     def without_batch(self) -> Layout:
-        """How batches of this kind are read, without a reference to this one."""
-        return Layout(None, 0, self.lists, self.spec, traits=self.traits)
+        """Return how batches of this kind are read, without a reference to this one."""
+        return Layout(None, 0, self.lists, self.form)
 
-    def split_leaves(self, start: int, sizes: Sequence[int]) -> Iterable[Sequence[Any]]:
-        """The leaves of its spec, cut into parts of these sizes from a sample on: views that carry no graph."""
-        if self.spec is None:
-            return [()] * len(sizes)
-        total = sum(sizes)
-        if self.traits is not None and self.traits.are_rows and total == self.count:  # nearly always: in C alone
-            views = map(torch.Tensor.detach, self.leaves)
-            return zip(*map(torch.split_with_sizes, views, repeat(sizes)), strict=True)
-        columns: list[Iterable[Any]] = []
-        for leaf in self.leaves:
-            if not isinstance(leaf, torch.Tensor):
-                columns.append(repeat(leaf, len(sizes)))
-            elif not leaf.ndim:
-                columns.append([leaf.detach() for _ in sizes])
-            else:
-                rows = leaf.detach()
-                if total != self.count:
-                    rows = rows.narrow(0, start, total)
-                columns.append(torch.split_with_sizes(rows, sizes))
-        return zip(*columns, strict=True)
+    def select(self, rows: Rows, trim: Trim | None = None) -> list[Any]:
+        """List the leaves with these rows only: views where the rows are neighbours and nothing is trimmed.
 
-    def micro_batch(
-        self,
-        start: int,
-        stop: int,
-        leaves: Sequence[Any],
-        move: Callable[[torch.Tensor], torch.Tensor],
-        home: torch.device,
-    ) -> Any:
-        """Samples ``start`` to ``stop``, as ``split_leaves`` gave them, in new containers.
-
-        Each tensor is a leaf on the device ``home``, to which ``move`` moves what is not there already.
+        Raises:
+            InvalidArgument: A list can be read both as samples and as fields.
         """
-        if self.spec is None:
-            taken = self.take(start, stop)
-            return with_fresh_containers(map_tensors(taken, lambda leaf: _move_like(leaf, leaf.detach(), move)))
-        if self.home != home:
-            leaves = [_move_like(leaf, part, move) for leaf, part in zip(self.leaves, leaves, strict=True)]
-        return tuple(leaves) if self.spec.pair_size else self.spec.unflatten(leaves)
+        if trim is None and rows == range(self.count):
+            return [leaf.value for leaf in self.leaves]
+        return [leaf.value if leaf.kind == "shared" else _select(leaf, rows, trim) for leaf in self.leaves]
+
+    def split(self, sizes: Sequence[int]) -> list[list[Any]] | None:
+        """List the leaves of consecutive parts, all at once, which is faster; ``None`` where that cannot be done."""
+        if self.form is None or self.form.home is None or sum(sizes) != self.count:
+            return None
+        columns: list[Sequence[Any]] = []
+        for _, value, kind in self.leaves:
+            if kind == "rows":
+                columns.append(torch.split_with_sizes(value, sizes))
+            else:
+                columns.append([value.detach() if isinstance(value, torch.Tensor) else value for _ in sizes])
+        return [list(part) for part in zip(*columns, strict=True)]
+
+    def views(self, rows: Rows) -> Iterable[Any]:
+        """List the leaves with these rows in the user's memory, where they are views of it."""
+        return self.select(rows)
+
+    def rebuild(self, values: Sequence[Any], *, fresh: bool = False) -> Any:
+        """Return the batch with these leaves; with ``fresh`` in new containers even where nothing changes."""
+        if self.form is not None and fresh:
+            return _put_together(self.form.spec, values)
+        return _unflatten(self.containers, iter(values), with_new_fields if fresh else with_fields)
 
     def take(self, start: int, stop: int) -> Any:
-        """Samples ``start`` to ``stop`` (exclusive), as views; all samples are the batch itself.
+        """Take samples ``start`` to ``stop`` (exclusive) as views; all samples are the batch itself.
 
-        Of a registered type they are what its ``take`` returns, which may be copies. As ``spread`` and ``grow`` it
-        raises InvalidArgument where a list can be read both as samples and as fields.
+        A registered type's own ``take`` may return copies. As ``spread`` and ``grow`` it raises InvalidArgument where a
+        list can be read both as samples and as fields.
         """
         if not 0 <= start < stop <= self.count:
             raise InvalidArgument(f"samples {start} to {stop} of a batch of {self.count}: no such part")
-        if stop - start == self.count:
-            return self.batch
-        return self._replace(self.batch, ROOT, lambda part: _entries(part, range(start, stop)))
-
-    def views(self, start: int, stop: int) -> Any:
-        """Samples ``start`` to ``stop`` as they lie in the user's memory, where that is not what ``take`` returns."""
-        return self.take(start, stop)
+        return self.batch if stop - start == self.count else self.rebuild(self.select(range(start, stop)))
 
     def pick(self, rows: list[int]) -> Any:
-        """The samples at these indices, in this order, as new tensors."""
-        return self._replace(self.batch, ROOT, lambda part: _entries(part, rows))
+        """Take the samples at these indices, in this order, as new tensors."""
+        return self.rebuild(self.select(rows))
 
-    def spread(self, n: int) -> Layout:
-        """``n`` samples from everywhere, as new tensors: a batch may be sorted, or repeat with a period.
+    def spread(self, n: int, order: Sequence[int] | None = None) -> Layout:
+        """Take ``n`` samples from everywhere, as new tensors: a batch may be sorted, or repeat with a period.
 
         Beyond its count each sample comes several times in a row, so that consecutive parts have different samples.
+        With an ``order`` of the samples they are spread over that, and stay in it.
         """
-        rows = choose_rows(n, self.count)
-        return Layout(self._replace(self.batch, ROOT, lambda part: _pick_entries(part, rows)), n, self.lists)
+        rows = choose_rows(n, self.count) if order is None else [order[index] for index in spread_evenly(n, self.count)]
+        return Layout(self._map_divided(lambda leaf: _as_leaves(_select(leaf, rows))), n, self.lists)
 
     def grown(self, n: int) -> Layout:
-        """The layout of ``grow(n)``, with its lists read as here."""
+        """Return the layout of ``grow(n)``, with its lists read as here."""
         return Layout(self.grow(n), n, self.lists)
 
     def grow(self, n: int) -> Any:
-        """A batch of ``n`` samples: sample ``i`` is this batch's sample ``i`` modulo its count.
+        """Return a batch of ``n`` samples: sample ``i`` is this batch's sample ``i`` modulo its count.
 
         Up to its own count tensors are views, beyond it new tensors of the same memory format; either way leaves, of
         which no gradient reaches the original. Samples in lists are repeated by reference.
         """
         if n < 1:
             raise InvalidArgument(f"a batch cannot have {n} samples: at least 1")
-        return self._replace(self.batch, ROOT, lambda part: _repeat_entries(part, n, self.count))
+        return self._map_divided(lambda leaf: _grow(leaf, n, self.count))
 
-    def _replace(self, node: Any, path: str, function: Callable[[Any], Any]) -> Any:
-        """The same tree with ``function(part)`` for each part that has one entry a sample."""
-        reading = self.lists.get(path)
-        if reading == "unclear":
-            raise InvalidArgument(
-                f"{path} has {self.count} entries, every tensor in it has {self.count} rows, and the batch has "
-                f"{self.count} samples: pass another number of samples, or autobatch.batches.Samples({path}) or "
-                f"autobatch.batches.Fields({path}) in its stead"
-            )
-        if reading == "samples" or count_rows(node) is not None:
-            return function(node)
-        fields = fields_of(node)
-        replaced = [self._replace(child, path + suffix, function) for suffix, child in fields or ()]
-        return node if fields is None else with_fields(node, replaced)
-
-
-def dims_of(layout: Layout) -> dict[str, int]:
-    """Return the number of dimensions of each tensor of a batch, by path; tensors in lists of samples are left out."""
-    found, waiting = dict[str, int](), [(ROOT, layout.batch)]
-    while waiting:
-        path, node = waiting.pop()
-        if isinstance(node, torch.Tensor):
-            found[path] = node.ndim
-        elif layout.lists.get(path) != "samples":
-            waiting += [(path + suffix, child) for suffix, child in fields_of(node) or ()]
-    return found
+    def _map_divided(self, function: Callable[[Leaf], Any]) -> Any:
+        return self.rebuild([leaf.value if leaf.kind == "shared" else function(leaf) for leaf in self.leaves])
 
 
 def describe(batch: Any, like: Layout | None = None, samples: int | None = None) -> Layout:
-    """How this batch divides into samples, by the rules at the top of ``layout_rules``; raises what ``read`` does.
+    """Find how this batch divides into samples, by the rules at the top of ``layout_rules``.
 
     Lists are read as in an earlier batch of the same kind (``like``), also where this one alone could be read
     otherwise. ``samples`` is how many samples the batch was made of, where that is known.
+
+    Raises:
+        InvalidArgument: It has no number of samples, or cannot be divided.
     """
-    if like is not None and like.spec is not None:
-        leaves: Any = []
-        if like.spec.pair_size and type(batch) is tuple and [*map(type, batch)] == [torch.Tensor] * like.spec.pair_size:
-            leaves = batch
-        if leaves or like.spec.flatten(batch, leaves):
-            traits = _read_traits(leaves, like.traits)
-            if traits is not None and traits.rows:
-                return Layout(batch, traits.rows, like.lists, like.spec, leaves, traits.home, traits)
     try:
+        if (
+            like is not None
+            and like.form is not None
+            and (layout := _describe_again(batch, like, like.form)) is not None
+        ):
+            return layout
         count, lists = read(batch, like.lists if like is not None else {}, samples)
     except RecursionError as error:
         endless = next((ROOT + suffix for suffix, part in fields_of(batch) or () if _is_endless(part)), ROOT)
         raise InvalidArgument(f"{endless} holds itself or is nested too deep: leave it out of the batch") from error
-    spec, leaves = TreeSpec.of(batch) if {*lists.values()} <= {"fields"} else None, []
-    if spec is None or not spec.flatten(batch, leaves) or (traits := _read_traits(leaves)) is None:
-        return Layout(batch, count, lists)
-    return Layout(batch, count, lists, spec, leaves, traits.home, traits)
+    layout = Layout(batch, count, lists)
+    layout.form = _make_form(layout)
+    return layout
+
+
+def _describe_again(batch: Any, like: Layout, form: Form) -> Layout | None:
+    """Describe a batch of the same containers as an earlier one; ``None`` where it has to be read by the rules."""
+    values = _take_apart(form.spec, batch)
+    found = None if values is None else _find_form(form, values)
+    if values is None or found is None:
+        return None
+    layout = Layout(batch, found.samples, like.lists, found)
+    layout.leaves = [*map(Leaf, found.paths, values, found.kinds)]
+    return layout
+
+
+def _find_flat(batch: Any, values: Sequence[Any]) -> _Flat | None:
+    if type(batch) not in {tuple, list, dict}:
+        return None
+    flat = _Flat(type(batch), len(batch), [*batch] if type(batch) is dict else None)
+    children = _take_apart(flat, batch) or ()
+    are_leaves = len(children) == len(values) and all(one is other for one, other in zip(children, values, strict=True))
+    return flat if are_leaves else None
+
+
+def _take_apart(spec: Spec, batch: Any) -> Sequence[Any] | None:
+    """List the leaves of a batch in the same containers; ``None`` where they are others."""
+    if not isinstance(spec, _Flat):
+        values, found = pytree.tree_flatten(batch)
+        return values if found == spec else None
+    if type(batch) is not spec.container or len(batch) != spec.size:
+        return None
+    if spec.keys is None:
+        return batch  # type: ignore[no-any-return]
+    return [*batch.values()] if [*batch] == spec.keys else None
+
+
+def _put_together(spec: Spec, values: Sequence[Any]) -> Any:
+    if not isinstance(spec, _Flat):
+        return pytree.tree_unflatten(values, spec)
+    return spec.container(values) if spec.keys is None else dict(zip(spec.keys, values, strict=True))
+
+
+def _find_form(form: Form, values: Sequence[Any]) -> Form | None:
+    """Return the form of a later batch of the same containers, if they hold the same kinds of values."""
+    key = _read_key(values)
+    if key == form.key:
+        return form
+    if key is None or not all(map(_is_plain, values)):
+        return None
+    kinds: list[Kind] = ["rows" if type(value) is torch.Tensor and value.ndim else "shared" for value in values]
+    counts = {value.shape[0] for value, kind in zip(values, kinds, strict=True) if kind == "rows"}
+    if len(counts) != 1 or 0 in counts:
+        return None
+    return Form(form.spec, key, form.paths, kinds, counts.pop(), _find_home(values))
+
+
+def _make_form(layout: Layout) -> Form | None:
+    """Return the form of a batch in plain containers, without lists of samples; ``None`` of others."""
+    if not {*layout.lists.values()} <= {"fields"}:
+        return None
+    values, spec = pytree.tree_flatten(layout.batch)
+    leaves = layout.leaves
+    is_same = len(leaves) == len(values) and all(one.value is other for one, other in zip(leaves, values, strict=True))
+    key = _read_key(values)
+    if key is None or not is_same or not all(map(_is_plain, values)):
+        return None
+    paths, kinds = [leaf.path for leaf in leaves], [leaf.kind for leaf in leaves]
+    return Form(_find_flat(layout.batch, values) or spec, key, paths, kinds, layout.count, _find_home(values))
+
+
+def _find_home(values: Sequence[Any]) -> torch.device | None:
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    homes = {None if tensor.requires_grad else tensor.device for tensor in tensors}
+    return homes.pop() if len(homes) == 1 else None
+
+
+def _read_key(values: Sequence[Any]) -> list[Any] | None:
+    """List what is compared of each leaf; ``None`` where a tensor's shape cannot be read."""
+    try:
+        return [_TRAITS(value) if type(value) is torch.Tensor else type(value) for value in values]
+    except RuntimeError:  # a nested tensor of the strided layout
+        return None
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is torch.Tensor:
+        return value.layout is torch.strided and not value.is_nested
+    return type(value) in _VALUES
+
+
+def _flatten(node: Any, path: str, lists: Mapping[str, ListReading], leaves: list[Leaf]) -> Any:
+    """Append the leaves in order; returns the containers around them, ``None`` for a leaf."""
+    reading = lists.get(path, "fields") if is_sequence(node) else "fields"
+    if reading != "fields":
+        leaves.append(Leaf(path, node, reading))
+        return None
+    has_rows = count_rows(node) is not None
+    fields = None if has_rows else fields_of(node)
+    if fields is None:
+        leaves.append(Leaf(path, node, "rows" if has_rows else "shared"))
+        return None
+    return node, [_flatten(child, path + suffix, lists, leaves) for suffix, child in fields]
+
+
+def _unflatten(containers: Any, values: Iterator[Any], make: Callable[[Any, Sequence[Any]], Any]) -> Any:
+    if containers is None:
+        return next(values)
+    node, children = containers
+    return make(node, [_unflatten(child, values, make) for child in children])
+
+
+def dims_of(layout: Layout) -> dict[str, int]:
+    """Return the number of dimensions of each tensor of a batch, by path; tensors in lists of samples are left out."""
+    return {leaf.path: leaf.value.ndim for leaf in layout.leaves if isinstance(leaf.value, torch.Tensor)}
 
 
 def _is_endless(part: Any) -> bool:
@@ -254,7 +360,7 @@ def _is_endless(part: Any) -> bool:
 
 
 def is_one_batch(batches: Any) -> bool:
-    """Whether this is one batch (such as a tensor, a mapping, a tuple of tensors), no list or loader of several."""
+    """Return whether this is one batch (a tensor, a mapping, a tuple of tensors), no list or loader of several."""
     if find_type(batches) is not None or isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
         return True
     if isinstance(batches, tuple):
@@ -263,7 +369,7 @@ def is_one_batch(batches: Any) -> bool:
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether it has no samples: ``None``, an empty list or mapping, or tensors of which none has rows."""
+    """Return whether it has no samples: ``None``, an empty list or mapping, or tensors of which none has rows."""
     if (registered := find_type(batch)) is not None:
         return registered.count(batch) == 0
     if batch is None or (isinstance(batch, list | tuple | Mapping) and not batch):
@@ -272,56 +378,59 @@ def is_empty(batch: Any) -> bool:
     return bool(with_rows) and not any(map(len, with_rows))
 
 
-def _read_traits(leaves: Sequence[Any], latest: _Traits | None = None) -> _Traits | None:
-    """What holds for these leaves: ``latest`` where it does; ``None`` where a tensor's shape cannot be read."""
-    tensors = [*compress(leaves, map(isinstance, leaves, repeat(torch.Tensor)))]
-    try:
-        key = [*map(_KEY, tensors)]
-    except RuntimeError:  # a nested tensor of the strided layout
-        return None
-    if latest is not None and latest.key == key:
-        return latest
-    rows = {shape[0] for shape, *_ in key if shape}
-    are_dense = all(layout is torch.strided and not is_nested for _, _, layout, _, is_nested in key)
-    homes = {None if requires_grad else device for _, device, _, requires_grad, _ in key}
-    return _Traits(
-        key,
-        rows=rows.pop() if are_dense and len(rows) == 1 else 0,
-        home=homes.pop() if are_dense and len(homes) == 1 else None,
-        elements=sum(map(torch.numel, tensors)),
-        are_rows=len(tensors) == len(leaves) and all(shape for shape, *_ in key),
-    )
+def move_leaf(leaf: Leaf, part: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a part of a leaf on a device; each tensor of it is a leaf without a graph.
+
+    The step may ask for its gradient, and none is accumulated in the user's batch.
+    """
+    if isinstance(part, torch.Tensor) and isinstance(leaf.value, torch.Tensor):
+        return move(part.detach()).requires_grad_(leaf.value.requires_grad)
+    if leaf.kind == "shared":
+        return part
+    return with_fresh_containers(map_tensors(part, lambda one: move(one.detach()).requires_grad_(one.requires_grad)))
 
 
-def _move_like(leaf: Any, part: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    # A leaf of its own: the step may ask for its gradient, and none is accumulated in the user's batch.
-    return move(part).requires_grad_(leaf.requires_grad) if isinstance(part, torch.Tensor) else part
+def _select(leaf: Leaf, rows: Rows, trim: Trim | None = None) -> Any:
+    """Take rows of a leaf with one entry a sample: a view where they are a range and nothing is trimmed."""
+    path, value, kind = leaf
+    if kind == "unclear":
+        count = len(value)
+        raise InvalidArgument(
+            f"{path} has {count} entries, every tensor in it has {count} rows, and the batch has {count} samples: pass "
+            f"another number of samples, or autobatch.batches.Samples({path}) or autobatch.batches.Fields({path}) in "
+            f"its stead"
+        )
+    if (registered := find_type(value)) is not None:
+        return registered.take_samples(value, rows)
+    if is_sequence(value):
+        return with_items(value, [value[row] for row in rows])
+    dims = () if trim is None else trim.padding.dims.get(path, ())
+    if trim is not None and dims:
+        length = max(trim.length, 1)  # a tensor without positions is no input for most models
+        cuts = [slice(None)] * value.ndim
+        for dim in dims:
+            is_right = trim.padding.side == "right"
+            cuts[dim] = slice(length) if is_right else slice(max(value.shape[dim] - length, 0), None)
+        value, rows = value[tuple(cuts)], [*rows]  # copied, so that steps get contiguous memory, as of a loader
+    if isinstance(rows, range):
+        return value[rows.start : rows.stop]
+    if isinstance(value, torch.Tensor):
+        return value.index_select(0, torch.tensor(rows, device=value.device))
+    return value[rows]
 
 
-def _entries(part: Any, rows: range | list[int]) -> Any:
-    """Rows of what has one entry a sample: of tensors and arrays a view, if they are a range."""
-    registered = find_type(part)
-    if registered is not None:
-        return registered.take_samples(part, rows)
+def _as_leaves(part: Any) -> Any:
+    """Cut the tensors off from the graph of the batch; samples in lists stay the user's."""
     if is_sequence(part):
-        return with_items(part, [part[row] for row in rows])
-    return part[rows.start : rows.stop] if isinstance(rows, range) else part[rows]
-
-
-def _pick_entries(part: Any, rows: range | list[int]) -> Any:
-    """The same as leaves, but for samples in lists."""
-    if is_sequence(part):
-        return _entries(part, rows)
+        return part
     with torch.enable_grad():  # else no result requires a gradient
-        return map_tensors(_entries(part, rows), as_leaf)
+        return map_tensors(part, as_leaf)
 
 
-def _repeat_entries(part: Any, n: int, count: int) -> Any:
-    if n <= count:
-        return _pick_entries(part, range(n))
-    if isinstance(part, torch.Tensor) and find_type(part) is None:
-        return _repeat_rows(part.detach(), n).requires_grad_(part.requires_grad)
-    return _pick_entries(part, [index % count for index in range(n)])
+def _grow(leaf: Leaf, n: int, count: int) -> Any:
+    if n > count and isinstance(leaf.value, torch.Tensor) and find_type(leaf.value) is None:
+        return _repeat_rows(leaf.value.detach(), n).requires_grad_(leaf.value.requires_grad)
+    return _as_leaves(_select(leaf, range(n) if n <= count else [index % count for index in range(n)]))
 
 
 def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
@@ -335,3 +444,40 @@ def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
     grown[:whole].unflatten(0, (-1, have)).copy_(rows.expand(whole // have, *rows.shape))
     grown[whole:].copy_(rows[: n - whole])
     return grown
+
+
+def choose_rows(n: int, count: int) -> list[int]:
+    """Choose ``n`` of ``count`` samples that show what all are like, in order; beyond the count each several times.
+
+    Samples that belong together must be chosen together, or they do not show it. So four or more are rows 2i and
+    2i + 1. If the batch is large enough, half of them are half a batch further on (of an odd half, one of the two).
+    """
+    if not 4 <= n < count:
+        return [index * count // n for index in range(n)]
+    pairs, of_half = (n + 1) // 2, count // 4
+    if (pairs + 1) // 2 <= of_half:
+        firsts = [2 * pair for pair in spread_evenly((pairs + 1) // 2, of_half)]
+        firsts += [count // 4 * 2 + first for first in firsts]
+    else:
+        firsts = [2 * pair for pair in spread_evenly(pairs, count // 2)]
+    return [first + side for first in firsts for side in (0, 1)][:n]
+
+
+def spread_evenly(n: int, count: int) -> list[int]:
+    """Choose ``n`` of the indices below ``count``, one from each of ``n`` equal ranges, the first among them.
+
+    The distance is not fixed: samples that repeat with a period (one of each class in turn) could all be the same. The
+    golden ratio places each index in its range, since its multiples are spread over 0 to 1 without a period. If the
+    distance still varies, each index has another remainder when divided by ``n``: a period of ``n`` is seen whole.
+    """
+    bounds = [*pairwise(index * count // n for index in range(n + 1))]
+    anywhere = [low + int(index * _GOLDEN % 1 * (high - low)) for index, (low, high) in enumerate(bounds)]
+    unlike = [_move(row, bounds[index], (index - row) % n, n) for index, row in enumerate(anywhere)]
+    distances = {after - before for before, after in pairwise(unlike)}
+    return anywhere if len(distances) == 1 < n - 1 else unlike
+
+
+def _move(row: int, bounds: tuple[int, int], distance: int, back: int) -> int:
+    """Return ``distance`` rows on, or ``back`` from there, wherever that is inside its range."""
+    choices = (row + distance, row + distance - back)
+    return next((choice for choice in choices if bounds[0] <= choice < bounds[1]), row)

@@ -1,18 +1,15 @@
-"""Decides which parts of a batch have one entry a sample, or raises with what to pass where the batch does not show it.
-
-Does not cover containers (``tree``), how a list without a tensor beside it is judged (``list_rules``), nor what is then
-done with the parts (``layout``).
+"""Decides which parts of a batch have one entry a sample; if the batch does not show it, the error says what to pass.
 
 How a batch is read:
 
 - A tensor or NumPy array with dimensions has one row a sample, an object of a registered type as many samples as its
   ``count`` says; all of them agree on how many.
-- Mappings, dataclasses and namedtuples are *fields*: each value stands for all samples.
+- Mappings, dataclasses and namedtuples are *fields*: each value belongs to all samples.
 - A list or tuple is fields, as in ``(inputs, labels)``, or holds one entry for each of its *samples*, as detection
   targets do:
 
-  1. ``batches.Samples([...])`` and ``batches.Fields([...])`` say it themselves. Of other lists, what an earlier batch
-     (the plan's example) showed holds.
+  1. ``batches.Samples([...])`` and ``batches.Fields([...])`` say it themselves. Other lists are read as in an earlier
+     batch (the plan's example).
   2. Entries unlike each other (other types, dtypes, numbers of dimensions) are fields.
   3. Alike entries, where tensors outside such lists show the number of samples: one a sample if there are that many,
      else fields. If there are that many and every tensor inside has that many rows too: one a sample if the entries are
@@ -51,8 +48,6 @@ from autobatch.batch.list_rules import (
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import count_rows, fields_of, is_sequence, leaves_of
 from autobatch.errors import InvalidArgument
-
-__all__ = ["read"]
 
 _NUMBERS = (bool, int, float, complex, bytes)
 _UNORDERED = (set, frozenset, range)
@@ -112,7 +107,7 @@ def _count(batch: Any, lists: dict[str, ListReading], samples: int | None) -> in
 def _survey(
     node: Any, path: str, lists: dict[str, ListReading], count: int | None = None
 ) -> Iterator[_Part | OpenList]:
-    """What is certain to have one entry a sample, and which lists are still to be decided: none with a count."""
+    """Yield the parts that have one entry a sample, and the lists that are still to be decided: none with a count."""
     _refuse_unviewable(node, path)
     rows = count_rows(node)
     if rows is not None:
@@ -135,7 +130,7 @@ def _survey(
 
 
 def _decide(entries: Sequence[Any], count: int | None) -> ListReading:
-    """How a list of alike entries is read beside so many samples."""
+    """Return how a list of entries of one kind is read beside so many samples."""
     if len(entries) != count:
         return "fields"
     rows = list(rows_beneath(entries))

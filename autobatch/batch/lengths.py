@@ -1,43 +1,27 @@
-"""Reads how long each sample of a batch is, and which dimensions of it are padded.
+"""Cuts by length: reads how long samples are and which dimensions are padded, and sorts samples.
 
-Covers ``Lengths``, what a user's function returns, and the padding of an example, which later batches share. Does not
-cover trimming (``trimming``) nor how many samples run at which length (``planning.lengths``).
-
-The padded length is the one size, of dimensions after the first, that no sample exceeds. Which dimensions have it is
-read from the example once, and believed only where the values show it: beyond a sample's length a padded tensor has one
-value, or the same values in each sample (positions). All else is refused, with the dimensions to pass.
+The padded length is the one size, of dimensions after the first, that no sample exceeds. Dimensions of that size are
+found in the example once. They count as padded only if the values show it: beyond a sample's length a padded tensor has
+one value, or the same values in each sample (positions). Else the message says which dimensions to pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from autobatch._formatting import name_type, show_value
-from autobatch.batch.layout import Layout
-from autobatch.batch.list_rules import ROOT
-from autobatch.batch.read_only_call import call_read_only
-from autobatch.batch.registry import find_type
-from autobatch.batch.tree import fields_of, is_array
+from autobatch.batch.cut import Group, Lengths, MicroBatch
+from autobatch.batch.layout import Layout, Trim, describe
+from autobatch.batch.tree import call_read_only, is_array
 from autobatch.errors import InvalidArgument
-from autobatch.records import Padding
-
-__all__ = [
-    "LengthOf",
-    "Lengths",
-    "ask_lengths",
-    "find_padding",
-    "padded_length",
-    "read_answers",
-    "read_lengths",
-    "sized_parts",
-]
+from autobatch.records import Padding, SizeAtLength
 
 LengthOf = Callable[[Any], Any]
-"""``lengths(batch)``: one whole number for each sample, in order: a tensor, an array or a list."""
+"""``length_of(batch)``: one whole number for each sample, in order: a tensor, an array or a list."""
 
 _EXAMPLE = 'such as lambda batch: batch["attention_mask"].sum(1)'
 Side = Literal["right", "left"]
@@ -45,78 +29,227 @@ _SIDES: tuple[Side, ...] = ("right", "left")
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """How long samples are, where the batch does not show which of its dimensions are padded.
+class ByLength:
+    """A cut by length; made by ``autobatch.by_length``."""
 
-    Attributes:
-        of: ``of(batch)`` gives one whole number for each sample: a 1-dim tensor, an array or a list.
+    length_of: Any  # a LengthOf; in ``map`` also one length a sample
+    dims: Mapping[str, int | Sequence[int]] | None = None
+    padding: Side | None = None
+
+    def ask(self, batch: Any) -> Any:
+        """Call the user's function; raises InvalidArgument where it wrote into the batch."""
+        return call_read_only("length_of", self.length_of, batch)
+
+    def read(self, batch: Any, count: int) -> list[int]:
+        """Read the length of each sample; raises InvalidArgument where the function gave something else."""
+        return _read_answer(self.ask(batch), count)
+
+
+def read_by_length(cut: Any) -> ByLength | None:
+    """Return what was given as ``cut=`` if it is by length; ``None`` for a function of the user's, or none.
+
+    Raises:
+        InvalidArgument: It cannot be called.
+    """
+    if cut is None or (callable(cut) and not isinstance(cut, ByLength)):
+        return None
+    if not isinstance(cut, ByLength):
+        raise InvalidArgument(
+            f"cut= is {name_type(cut)}, which cannot be called: pass autobatch.by_length(length_of), or "
+            f"cut(batch, largest) -> lists of sample indices"
+        )
+    if not callable(cut.length_of):
+        raise InvalidArgument(
+            f"by_length({show_value(cut.length_of)}): length_of cannot be called; pass length_of(batch) -> one length "
+            f"a sample"
+        )
+    return cut
+
+
+def by_length(
+    length_of: LengthOf | Sequence[int],
+    dims: Mapping[str, int | Sequence[int]] | None = None,
+    padding: Side | None = None,
+) -> ByLength:
+    """Let samples of similar length run together, without the padding that none of them needs.
+
+    Pass it as ``cut=`` to ``fit`` and to ``Runner``. ``fit`` finds how many samples of each of a few lengths run
+    together. Each step sorts its samples, divides them by that, and trims each micro-batch to its longest sample. The
+    gradient stays the same.
+
+    Args:
+        length_of: ``length_of(batch)`` gives one whole number for each sample: a 1-dim tensor, an array or a list. In
+            ``map`` also ``length_of(sample)``, or one whole number a sample in a list.
         dims: The dimension, or dimensions, with the padded length of each padded tensor, by its path:
             ``{'batch["inputs"]': 1, 'batch["mask"]': (1, 2)}``. Tensors that are left out are not trimmed. ``None``:
             they are found in the example batch.
         padding: ``"right"`` where padding comes after a sample's own values, ``"left"`` where before; ``None``: found
             in the example batch.
+
+    Raises:
+        InvalidArgument: An argument is of a wrong type.
+    """
+    if padding not in (None, "right", "left"):
+        raise InvalidArgument(f"padding={show_value(padding)}: pass 'right', 'left' or None")
+    if not isinstance(dims, Mapping | None):
+        raise InvalidArgument(
+            f"dims={show_value(dims)}: pass dimensions by path, such as {{'batch[\"inputs\"]': 1}}, or None"
+        )
+    return ByLength(length_of, dims, padding)
+
+
+@dataclass(frozen=True)
+class PlannedLengths:
+    """Divides the batches of a runner by length, as its plan says.
+
+    Attributes:
+        cut: The user's.
+        sizes: How many samples may run together, by length.
+        padding: Dimensions and side of the padding.
+        trims_to_edges: Whether parts are trimmed to lengths that were tried, so that there are few shapes to compile.
     """
 
-    of: LengthOf
-    dims: Mapping[str, int | Sequence[int]] | None = None
-    padding: Side | None = None
+    cut: ByLength
+    sizes: tuple[SizeAtLength, ...]
+    padding: Padding
+    trims_to_edges: bool = False
 
-    @classmethod
-    def read(cls, lengths: Any) -> Lengths:
-        """What was given as ``lengths=``; raises InvalidArgument for what cannot be called, or is of a wrong type."""
-        if not isinstance(lengths, Lengths):
-            shown = show_value(lengths) if isinstance(lengths, str | int | float) else name_type(lengths)
-            _check_callable(lengths, shown)
-            return cls(lengths)
-        given = lengths.of
-        _check_callable(given, f"Lengths({name_type(given) if isinstance(given, Lengths) else show_value(given)})")
-        if lengths.padding not in (None, "right", "left"):
-            raise InvalidArgument(f"padding={show_value(lengths.padding)}: pass 'right', 'left' or None")
-        if not isinstance(lengths.dims, Mapping | None):
-            raise InvalidArgument(
-                f"dims={show_value(lengths.dims)}: pass dimensions by path, such as {{'batch[\"inputs\"]': 1}}, or None"
-            )
-        return lengths
+    def __call__(self, layouts: Sequence[Layout], largest: int = 0) -> list[Group]:
+        """Make each batch a group, its samples in order of their lengths.
 
+        Raises:
+            InvalidArgument: A length is none, or longer than every one that was tried.
+        """
+        groups, first = [], 0
+        for layout in layouts:
+            values, longest = self.cut.read(layout.batch, layout.count), self.sizes[-1].length
+            if max(values) > longest:
+                raise InvalidArgument(
+                    f"a sample is {max(values)} long, and the longest that fit() tried is {longest}: nothing untried "
+                    f"is run; cut the sample, or give fit() an example batch with the longest sample"
+                )
+            groups.append(self.sort(layout, values, first))
+            first += layout.count
+        return groups
 
-def _check_callable(value: Any, shown: str) -> None:
-    if not callable(value):
-        raise InvalidArgument(f"lengths={shown} cannot be called: pass lengths(batch) -> one length a sample")
-
-
-def read_lengths(lengths: Lengths, batch: Any, count: int) -> list[int]:
-    """The length of each sample; raises InvalidArgument where the function gave something else."""
-    return _read_answer(ask_lengths(lengths, batch), count)
-
-
-def ask_lengths(lengths: Lengths, batch: Any) -> Any:
-    """What the function returns for a batch, as it is; raises InvalidArgument where it wrote into the batch."""
-    return call_read_only("lengths", lengths.of, batch)
+    def sort(self, layout: Layout, values: Sequence[int], first: int = 0) -> Group:
+        """Make a batch a group, equal lengths in the order they came in; raises as ``padded_length``."""
+        if layout.count > 1:
+            layout.take(0, 1)  # raises where a list can be read in two ways
+        rows = sort_rows(values)
+        padded = padded_length(layout, self.padding, values)
+        lengths = Lengths(
+            [values[row] for row in rows], padded, self.padding, self.sizes, self.trims_to_edges, self.cut.ask
+        )
+        return Group(layout, rows, first, lengths)
 
 
-def read_answers(answers: Sequence[Any], counts: Sequence[int]) -> list[int]:
-    """The lengths of the samples of several batches, one after the other; raises InvalidArgument as ``read_lengths``.
+def sort_rows(values: Sequence[int]) -> list[int]:
+    """List the rows from the longest sample to the shortest."""
+    return sorted(range(len(values)), key=lambda row: -values[row])
+
+
+def check_trimmed(group: Group, parts: Sequence[MicroBatch], answers: Sequence[Any]) -> None:
+    """Refuse padding on the wrong side, and lengths that count positions of padding too.
 
     Args:
-        answers: What the function returned for each.
-        counts: How many samples each has.
+        group: The samples, with their lengths.
+        parts: Trimmed micro-batches of it.
+        answers: The results of the user's function for each; all are read at once, as each may wait for a device.
+
+    Raises:
+        InvalidArgument: A sample is of another length once it is trimmed.
     """
-    if all(map(_is_row, answers, counts)) and len({(answer.device, answer.dtype) for answer in answers}) == 1:
+    if group.lengths is None or not parts:
+        return
+    length_of = dict(zip(group.rows, group.lengths.values, strict=True))
+    before = [max(length_of[row], 1) for part in parts for row in part.rows]
+    for one, other in zip(before, _read_answers(answers, [part.size for part in parts]), strict=True):
+        if max(other, 1) != one:
+            raise InvalidArgument(
+                f"length_of() gives {other} for a sample that it gave {one} for before its padding was trimmed on the "
+                f"{group.lengths.padding.side}: count what is no padding, or pass autobatch.by_length(length_of, "
+                f"padding='left') where padding comes first"
+            )
+
+
+@dataclass(frozen=True)
+class SamplesByLength:
+    """The samples of an example batch, from which trials of any length are made.
+
+    Attributes:
+        example: The batch.
+        values: The length of each sample.
+        padding: Dimensions and side of its padding.
+        longest: Its padded length; for samples in lists the longest one's length.
+    """
+
+    example: Layout
+    values: Sequence[int]
+    padding: Padding
+    longest: int
+
+    @classmethod
+    def read(cls, example: Layout, cut: ByLength) -> SamplesByLength:
+        """Read the lengths and the padding of an example.
+
+        Raises:
+            InvalidArgument: They cannot be read, or the longest, a middle or the shortest sample is of another length
+                once its padding is trimmed.
+        """
+        values = cut.read(example.batch, example.count)
+        padding = find_padding(example, cut, values)
+        group = PlannedLengths(cut, (), padding).sort(example, values)
+        assert group.lengths is not None  # noqa: S101 - narrows for mypy
+        last = example.count - 1
+        alone = [
+            MicroBatch(example, [group.rows[index]], group.lengths.trim(index), 0, 1, 1, {})
+            for index in (0, last // 2, last)
+        ]
+        check_trimmed(group, alone, [cut.ask(one.samples()) for one in alone])
+        return cls(example, values, padding, max(group.lengths.padded, 1))
+
+    @property
+    def order(self) -> list[int]:
+        """The rows from the longest sample to the shortest, as steps take them."""
+        return sort_rows(self.values)
+
+    def at(self, length: int) -> tuple[Layout, int]:
+        """Return samples that fill this length, cut to it, and how long they are: in lists as long as they come."""
+        if not self.padding.dims:
+            length = max([value for value in self.values if value <= length], default=min(self.values))
+            rows = [row for row, value in enumerate(self.values) if value == length]
+        else:
+            rows = [row for row, value in enumerate(self.values) if value >= length]
+            rows = rows or self.order[:1]
+        length = max(length, 1)
+        taken = self.example.select(rows, Trim(self.padding, length))
+        return Layout(self.example.rebuild(taken), len(rows), self.example.lists), length
+
+    def trim(self, batch: Any, cut: ByLength, whole: int) -> Any:
+        """Trim a part of the example to its longest sample; a batch of ``whole`` samples stays whole."""
+        layout = describe(batch, like=self.example.without_batch())
+        if layout.count == whole:
+            return batch
+        length = max(cut.read(batch, layout.count))
+        return layout.rebuild(layout.select([*range(layout.count)], Trim(self.padding, length)))
+
+
+def _read_answers(answers: Sequence[Any], counts: Sequence[int]) -> list[int]:
+    """List the lengths of the samples of several batches; raises InvalidArgument as ``ByLength.read``."""
+    are_rows = all(type(one) is torch.Tensor and one.shape == (n,) for one, n in zip(answers, counts, strict=True))
+    if are_rows and len({(answer.device, answer.dtype) for answer in answers}) == 1:
         return _read_answer(torch.cat([*answers]), sum(counts))  # one wait for a device, not one for each batch
     return [value for answer, count in zip(answers, counts, strict=True) for value in _read_answer(answer, count)]
-
-
-def _is_row(answer: Any, count: int) -> bool:
-    return type(answer) is torch.Tensor and answer.shape == (count,)
 
 
 def _read_answer(given: Any, count: int) -> list[int]:
     listed = given.tolist() if isinstance(given, torch.Tensor) or is_array(given) else given
     if not isinstance(listed, list | tuple):
-        raise InvalidArgument(f"lengths() gave {name_type(given)}: return one whole number a sample, {_EXAMPLE}")
+        raise InvalidArgument(f"length_of() gave {name_type(given)}: return one whole number a sample, {_EXAMPLE}")
     if len(listed) != count:
         raise InvalidArgument(
-            f"lengths() gave {len(listed)} lengths for {count} samples: return one whole number a sample, {_EXAMPLE}"
+            f"length_of() gave {len(listed)} lengths for {count} samples: return one whole number a sample, {_EXAMPLE}"
         )
     values = [value if type(value) is int else _as_number(value) for value in listed]
     wrong = next((n for n, value in enumerate(values) if type(value) is not int or value < 0), None)
@@ -124,34 +257,27 @@ def _read_answer(given: Any, count: int) -> list[int]:
         value = values[wrong]
         shown = show_value(value) if isinstance(value, int | float) else name_type(value)
         raise InvalidArgument(
-            f"lengths() gave {shown} as a sample's length: return whole numbers from 0 on, {_EXAMPLE}"
+            f"length_of() gave {shown} as a sample's length: return whole numbers from 0 on, {_EXAMPLE}"
         )
     return values
 
 
 def _as_number(value: Any) -> Any:
-    """Python's own number, for one of NumPy's or of a tensor without dimensions; all else as it is."""
+    """Return Python's own number, for one of NumPy's or of a tensor without dimensions; all else stays."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
-def sized_parts(layout: Layout) -> Iterator[tuple[str, Any]]:
-    """Every tensor and array with one row a sample, by path; none inside lists with one entry a sample."""
-
-    def walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-        if layout.lists.get(path) == "samples" or find_type(node) is not None:
-            return
-        if isinstance(node, torch.Tensor) or is_array(node):
-            if node.ndim and node.shape[0] == layout.count:
-                yield path, node
-            return
-        for suffix, child in fields_of(node) or ():
-            yield from walk(child, path + suffix)
-
-    yield from walk(layout.batch, ROOT)
+def _sized_parts(layout: Layout) -> dict[str, Any]:
+    """Return every tensor and array with one row a sample, by path; none inside lists with one entry a sample."""
+    return {
+        leaf.path: leaf.value
+        for leaf in layout.leaves
+        if leaf.kind == "rows" and (isinstance(leaf.value, torch.Tensor) or is_array(leaf.value))
+    }
 
 
 def padded_length(layout: Layout, padding: Padding, values: Sequence[int]) -> int:
-    """The size of the padded dimensions of a batch; of samples in lists the longest.
+    """Return the size of the padded dimensions of a batch; of samples in lists the longest.
 
     Raises:
         InvalidArgument: They differ, a tensor is missing or has fewer dimensions than the example, or a sample is
@@ -159,44 +285,45 @@ def padded_length(layout: Layout, padding: Padding, values: Sequence[int]) -> in
     """
     if not padding.dims:
         return max(values)
-    parts, found = dict(sized_parts(layout)), dict[int, str]()
+    parts, found = _sized_parts(layout), dict[int, str]()
     for path, dims in padding.dims.items():
         if path not in parts or parts[path].ndim <= max(dims):
             what = f"of shape {tuple(parts[path].shape)}" if path in parts else "not in the batch"
-            raise InvalidArgument(f"{path} is {what}, and dimension {max(dims)} of it is what lengths= trims")
+            raise InvalidArgument(f"{path} is {what}, and dimension {max(dims)} of it is what by_length() trims")
         found.update((int(parts[path].shape[dim]), path) for dim in dims)
     if len(found) > 1:
         shown = ", ".join(f"{path} to {size}" for size, path in found.items())
         raise InvalidArgument(f"the batch is padded to different lengths: {shown}; pad all of its tensors to one")
     [length] = found
     if max(values) > length:
-        raise InvalidArgument(f"lengths() gave {max(values)} for a sample of a batch that is padded to {length}")
+        raise InvalidArgument(f"length_of() gave {max(values)} for a sample of a batch that is padded to {length}")
     return length
 
 
-def find_padding(layout: Layout, lengths: Lengths, values: Sequence[int]) -> Padding:
-    """The padding of an example batch, as it was given or as its values show it.
+def find_padding(layout: Layout, cut: ByLength, values: Sequence[int]) -> Padding:
+    """Find the padding of an example batch, as it was given or as its values show it.
 
     Raises:
-        InvalidArgument: The values leave it open or contradict it, or the batch lacks what ``lengths.dims`` names.
+        InvalidArgument: The values leave it open, or contradict it.
+        InvalidArgument: ``dims`` names what the batch does not have.
     """
-    parts = dict(sized_parts(layout))
-    dims = _find_dims(layout, parts, values) if lengths.dims is None else _check_dims(lengths.dims, parts)
+    parts = _sized_parts(layout)
+    dims = _find_dims(layout, parts, values) if cut.dims is None else _check_dims(cut.dims, parts)
     if not dims:
         return Padding()
     length = padded_length(layout, Padding(dims=dims), values)
-    if lengths.dims is not None and lengths.padding is not None:
-        return Padding(dims=dims, side=lengths.padding)
+    if cut.dims is not None and cut.padding is not None:
+        return Padding(dims=dims, side=cut.padding)
     if min(values) == length:
         raise InvalidArgument(
             f"all samples of the example batch are {length} long, so that it does not show what padding is: pass a "
-            f"batch with shorter samples, or {_spell(dims, lengths.padding or 'right')}"
+            f"batch with shorter samples, or {_spell(dims, cut.padding or 'right')}"
         )
     against = {side: _find_unpadded(parts, dims, values, length, side) for side in _SIDES}
-    fitting = [side for side, paths in against.items() if not paths and lengths.padding in (None, side)]
+    fitting = [side for side, paths in against.items() if not paths and cut.padding in (None, side)]
     if len(fitting) != 1:
         fewest: Side = min(_SIDES, key=lambda side: len(against[side]))
-        likely = lengths.padding or fewest
+        likely = cut.padding or fewest
         path = next(iter(against[likely]), None)
         what = (
             f"{path} has other values than padding beyond its samples' lengths in dimensions {[*dims[path]]}"
@@ -208,17 +335,17 @@ def find_padding(layout: Layout, lengths: Lengths, values: Sequence[int]) -> Pad
 
 
 def _find_dims(layout: Layout, parts: Mapping[str, Any], values: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """The dimensions with the one size that no sample exceeds; none where samples are in lists alone."""
+    """Find the dimensions with the one size that no sample exceeds; none where samples are in lists alone."""
     longest = max(values)
     sizes: dict[int, str] = {}
     for path, part in parts.items():
         sizes.update((int(size), path) for size in part.shape[1:] if size >= longest)
     if not sizes:
-        if "samples" in layout.lists.values() or not parts or layout.spec is None:
+        if "samples" in layout.lists.values() or not parts or layout.form is None:
             return {}
         shown = ", ".join(f"{path} {tuple(part.shape)}" for path, part in [*parts.items()][:4])
         raise InvalidArgument(
-            f"the longest sample is {longest} by lengths(), and no tensor has a dimension for it: {shown}"
+            f"the longest sample is {longest} by length_of(), and no tensor has a dimension for it: {shown}"
         )
     dims = {
         path: tuple(dim for dim, size in enumerate(part.shape) if dim and int(size) in sizes)
@@ -252,7 +379,7 @@ def _check_dims(given: Mapping[str, int | Sequence[int]], parts: Mapping[str, An
 def _find_unpadded(
     parts: Mapping[str, Any], dims: Mapping[str, Sequence[int]], values: Sequence[int], length: int, side: Side
 ) -> list[str]:
-    """The tensors that have more than padding where a sample's padding would be."""
+    """List the tensors that have more than padding where a sample's padding would be."""
     unpadded = list[str]()
     for path, found in dims.items():
         rows = torch.as_tensor(parts[path]).detach()
@@ -277,4 +404,4 @@ def _is_padded(rows: torch.Tensor, dim: int, values: Sequence[int], length: int,
 
 def _spell(dims: Mapping[str, Sequence[int]], side: Side) -> str:
     shown = {path: found[0] if len(found) == 1 else tuple(found) for path, found in dims.items()}
-    return f"lengths=autobatch.Lengths(length_of, dims={shown!r}, padding={side!r})"
+    return f"cut=autobatch.by_length(length_of, dims={shown!r}, padding={side!r})"

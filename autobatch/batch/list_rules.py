@@ -1,12 +1,11 @@
 """Decides whether the entries of a list are samples or fields, by the entries alone or by a mark of the user's.
 
-Covers lists of alike entries in batches without a tensor outside them that shows the number of samples, and how entries
-are compared. Does not cover lists beside such tensors, nor lists that were read in an earlier batch (``layout_rules``).
+It judges lists of entries of one kind in batches in which no tensor outside them shows the number of samples.
 
 The entries of a list are its samples where they are containers of one structure: the same container types, keys, dtypes
-and numbers of dimensions. That they were meant as fields cannot always be seen; but fields read as samples end in an
-error of the step, which unpacks them, while samples read as fields would each be cut along its own first dimension, and
-training would go on. So a list is read as fields only where that is what a DataLoader or a collate function returns:
+and numbers of dimensions. They may have been meant as fields. Fields read as samples end in an error of the step, which
+unpacks them. Samples read as fields would each be cut along its own first dimension, without an error. So a list is
+read as fields only if a DataLoader or a collate function returns such a list:
 
 ======================================================= ========================================================
 entries                                                 read as
@@ -29,7 +28,7 @@ one container                                           samples where it cannot 
                                                         unclear
 ======================================================= ========================================================
 
-"Length" is the first dimension of every tensor inside. What is unclear is an error that says what to pass, unless
+"Length" is the first dimension of every tensor inside. An unclear list is an error that says what to pass, unless
 another list beside it leaves only one number of samples.
 """
 
@@ -44,22 +43,6 @@ from autobatch._formatting import name_type
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import count_rows, field_names, fields_of, is_array, is_sequence, leaves_of
 from autobatch.errors import InvalidArgument
-
-__all__ = [
-    "ROOT",
-    "Fields",
-    "ListReading",
-    "Marked",
-    "OpenList",
-    "Samples",
-    "are_alike",
-    "are_images",
-    "find_only_count",
-    "is_record",
-    "judge",
-    "refuse_to_guess",
-    "rows_beneath",
-]
 
 ROOT = "batch"
 
@@ -77,7 +60,7 @@ class Marked(list[Any]):
     reading: ClassVar[ListReading]
 
     def __init__(self, entries: Iterable[Any] = (), /) -> None:
-        """Refuse a text or a mapping, which would be taken apart, and what is no list."""
+        """Refuse a text or a mapping, which would be taken apart, and other types than lists."""
         if not isinstance(entries, Iterable) or isinstance(entries, str | bytes | Mapping):
             name = type(self).__name__
             raise InvalidArgument(f"autobatch.batches.{name}() takes a list of entries, not {name_type(entries)}")
@@ -101,7 +84,7 @@ class Fields(Marked):
 
 
 class OpenList(NamedTuple):
-    """A list of alike entries, which may be fields or samples."""
+    """A list of entries of one kind, which may be fields or samples."""
 
     path: str
     entries: Sequence[Any]
@@ -170,7 +153,7 @@ def _judge_texts(entries: Sequence[Any]) -> ListReading | None:
 
 
 def _may_be_transposed(entries: Sequence[Any]) -> bool:
-    """Whether each entry may itself be the list of samples: alike, and as many in each; few columns, not many."""
+    """Return whether each entry may itself be the list of samples: of one kind, as many in each, few columns."""
     is_even = len({len(entry) for entry in entries}) == 1
     return is_even and all(are_alike(entry) for entry in entries) and not len(entries) >= _FEW > len(entries[0])
 

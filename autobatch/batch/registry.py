@@ -1,7 +1,4 @@
-"""Registers and looks up batch types of the user's own: how to count their samples, and how to take some.
-
-Covers registration, lookup by type (subclasses included), and checks of what the user's functions return. Does not
-cover lists, dicts, dataclasses and dense tensors, which need no registration (``tree``, ``layout_rules``).
+"""Registers and looks up batch types of the user: how to count their samples, and how to take some.
 
 The registry is one for the process, as pytree's and einops' are.
 """
@@ -22,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 from autobatch._formatting import name_type, show_value, with_article
 from autobatch.errors import InvalidArgument
 
-__all__ = ["BatchType", "find_type", "register"]
-
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
 
 _BUILT_IN = (object, torch.Tensor, torch.nn.Parameter, dict, UserDict, list, tuple, str, bytes, int, float, bool)
@@ -40,7 +35,7 @@ class BatchType:
     map: Callable[[Any, OnTensor], Any]
 
     def count_samples(self, batch: Any) -> int:
-        """How many samples the user's ``count`` finds; raises InvalidArgument where that is no int of at least 0."""
+        """Call the user's ``count``; raises InvalidArgument unless it returns an int of at least 0."""
         returned = self.count(batch)
         try:
             number = -1 if isinstance(returned, bool) else operator.index(returned)
@@ -138,7 +133,7 @@ def register(
         count: ``count(batch) -> int``, the number of samples.
         take: ``take(batch, indices) -> batch``: a new batch of the same type with the samples at these indices (a list
             of int), in that order. Indices may repeat: this is how a batch larger than the example is made. The given
-            batch must stay as it is; tensors may be views of its tensors or copies.
+            batch must not change; tensors may be views of its tensors or copies.
         map: ``map(batch, function) -> batch``: a new batch in which each tensor is ``function(tensor)``, as pytree's
             ``tree_map`` does; used to move a micro-batch to the device. Default: ``copy.deepcopy`` of the batch in
             which each tensor, wherever it is, is replaced and none is copied.
@@ -146,8 +141,8 @@ def register(
     Registering a type again replaces what was registered before, so that a notebook's cell may be run twice.
 
     Raises:
-        InvalidArgument: It is no class, one of which every batch is made (``dict``, ``torch.Tensor``), or one of the
-            others cannot be called.
+        InvalidArgument: ``type`` is not a class, or every batch is made of it (``dict``, ``torch.Tensor``), or one of
+            the others cannot be called.
     """
     if not isinstance(type, _class) or type in _BUILT_IN:
         given = type.__name__ if isinstance(type, _class) else name_type(type)
@@ -164,7 +159,7 @@ _class = type  # ``register`` has an argument of that name
 
 
 def find_type(node: Any) -> BatchType | None:
-    """What is registered for the object's class, or for the nearest of its base classes."""
+    """Return the registration of the object's class, or of the nearest of its base classes."""
     registered = _registered
     if not registered:  # asked for every node of every batch
         return None

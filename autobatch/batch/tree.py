@@ -1,8 +1,6 @@
-"""Flattens and rebuilds a batch: a tree of mappings, lists, tuples and dataclasses, each in its own type.
+"""Flattens and rebuilds a batch: a tree of mappings, lists, tuples and dataclasses, each of its own type.
 
-Covers containers and the tensors in them, those of registered types too (``registry``). No tensor is copied, and a
-container in which nothing changes comes back as the same object; a registered type comes back as its ``map`` returns
-it. Does not cover what a sample is or how a batch is cut (``layout``).
+No tensor is copied. A container in which nothing changes comes back as the same object.
 """
 
 from __future__ import annotations
@@ -12,113 +10,35 @@ import dataclasses
 import json
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch._formatting import name_type
+from autobatch._user_errors import note_where
 from autobatch.batch.registry import find_type
 from autobatch.errors import InvalidArgument
 from autobatch.torch_internals.storages import bytes_of
 
-__all__ = [
-    "TreeSpec",
-    "as_leaf",
-    "count_bytes",
-    "count_elements",
-    "count_rows",
-    "field_names",
-    "fields_of",
-    "holds_registered",
-    "is_array",
-    "is_sequence",
-    "leaves_of",
-    "map_tensors",
-    "tensors_of",
-    "with_fields",
-    "with_fresh_containers",
-    "with_items",
-]
-
 # A shape describes, it holds no samples; a packed sequence's rows are time steps of several samples at once.
 _WHOLE = (torch.Size, PackedSequence)
-_VALUES = frozenset((type(None), bool, int, float, complex, str, bytes))
-
-
-class TreeSpec:
-    """The containers of a batch without its leaves, by which the next one of the kind is taken apart in a few calls.
-
-    Most batches have one: tuples, lists and dicts of dense tensors, numbers and strings. The name is pytree's.
-
-    Attributes:
-        pair_size: Leaves of a plain tuple, such as inputs and labels; 0 of all else.
-    """
-
-    __slots__ = ("_children", "_keys", "_type", "pair_size")
-
-    def __init__(self, batch: Any) -> None:
-        """Read the containers; raises TypeError for a part that is neither plain container nor plain leaf."""
-        self._type = type(batch)
-        if self._type not in (tuple, list, dict):
-            raise TypeError(self._type.__name__)
-        self._keys = list(batch) if self._type is dict else None
-        values = batch if self._keys is None else batch.values()
-        self._children = [
-            None if type(value) is torch.Tensor or type(value) in _VALUES else TreeSpec(value) for value in values
-        ]
-        self.pair_size = len(self._children) if self._type is tuple and not any(self._children) else 0
-
-    @classmethod
-    def of(cls, batch: Any) -> TreeSpec | None:
-        """The spec of a batch, where it has one."""
-        try:
-            return cls(batch)
-        except TypeError:
-            return None
-
-    def flatten(self, batch: Any, leaves: list[Any]) -> bool:
-        """Append the leaves in order; returns whether the batch has these containers, else ``leaves`` is incomplete."""
-        if type(batch) is not self._type or len(batch) != len(self._children):
-            return False
-        values: Iterable[Any] = batch
-        if self._keys is not None:
-            if list(batch) != self._keys:
-                return False
-            values = batch.values()
-        for child, value in zip(self._children, values, strict=True):
-            if child is not None:
-                if not child.flatten(value, leaves):
-                    return False
-            elif type(value) is torch.Tensor or type(value) in _VALUES:
-                leaves.append(value)
-            else:
-                return False
-        return True
-
-    def unflatten(self, leaves: Iterable[Any]) -> Any:
-        """A batch in containers of its own, of as many leaves as it needs; an iterator stays where it then is."""
-        leaves = iter(leaves)
-        values = [next(leaves) if child is None else child.unflatten(leaves) for child in self._children]
-        if self._keys is not None:
-            return dict(zip(self._keys, values, strict=True))
-        return values if self._type is list else tuple(values)
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a NumPy array; NumPy itself is never imported for that."""
+    """Return whether it is a NumPy array, without importing NumPy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether it is a list or a tuple without named fields, which may hold one entry a sample."""
+    """Return whether it is a list or tuple that may hold one entry a sample."""
     return isinstance(value, list | tuple) and not isinstance(value, _WHOLE) and not hasattr(value, "_fields")
 
 
 def field_names(node: Any) -> list[str] | None:
-    """The fields of a namedtuple, or those of a dataclass that have a value; ``None`` of anything else."""
+    """Return the fields of a namedtuple, or those of a dataclass that have a value; ``None`` of anything else."""
     if isinstance(node, tuple):
         return list(node._fields) if hasattr(node, "_fields") and not isinstance(node, _WHOLE) else None
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
@@ -127,9 +47,8 @@ def field_names(node: Any) -> list[str] | None:
 
 
 def count_rows(leaf: Any) -> int | None:
-    """Rows of a tensor or array, samples of a registered type; ``None`` of anything else and of scalars."""
-    registered = find_type(leaf)
-    if registered is not None:
+    """Return the rows of a tensor or array, or the samples of a registered type; ``None`` of all else."""
+    if (registered := find_type(leaf)) is not None:
         return registered.count_samples(leaf)
     if isinstance(leaf, torch.Tensor) or is_array(leaf):
         return int(leaf.shape[0]) if leaf.ndim > 0 else None
@@ -137,13 +56,15 @@ def count_rows(leaf: Any) -> int | None:
 
 
 def fields_of(node: Any) -> list[tuple[str, Any]] | None:
-    """What a container holds, each with its part of a path (``'["x"]'``, ``"[0]"``, ``".x"``); ``None`` for a leaf."""
-    children = _children_of(node)
+    """Return what a container holds, each with its part of a path (``'["x"]'``, ``"[0]"``, ``".x"``).
+
+    ``None`` for a leaf.
+    """
+    children = children_of(node)
     if children is None:
         return None
     if isinstance(node, Mapping):
-        keys = (json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key) for key in node)
-        suffixes = [f"[{key}]" for key in keys]
+        suffixes = [f"[{json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)}]" for key in node]
     elif is_sequence(node):
         suffixes = [f"[{index}]" for index in range(len(node))]
     else:
@@ -151,11 +72,9 @@ def fields_of(node: Any) -> list[tuple[str, Any]] | None:
     return list(zip(suffixes, children, strict=True))
 
 
-def _children_of(node: Any) -> list[Any] | None:
-    """The same without the suffixes, whose formatting takes as long as everything else."""
-    if isinstance(node, torch.Tensor):  # first, since most are, and each question that follows takes a microsecond
-        return None
-    if find_type(node) is not None:
+def children_of(node: Any) -> list[Any] | None:
+    """Return what a container holds; ``None`` for a leaf."""
+    if isinstance(node, torch.Tensor) or find_type(node) is not None:
         return None
     if isinstance(node, Mapping):
         return list(node.values())
@@ -166,22 +85,25 @@ def _children_of(node: Any) -> list[Any] | None:
 
 
 def with_fields(node: Any, values: Sequence[Any]) -> Any:
-    """The same container with other values, in the order of ``fields_of``; itself where no value is another object.
+    """Return the same container with other values, in the order of ``fields_of``; itself where no value changes.
 
-    Dataclasses are copied, not constructed: frozen ones and fields with ``init=False`` keep what they had. Raises
-    InvalidArgument where a mapping of a foreign type cannot be made from a dict.
+    Raises:
+        InvalidArgument: A mapping of a foreign type cannot be made from a dict.
     """
-    is_same = all(new is old for new, old in zip(values, _children_of(node) or [], strict=True))
+    is_same = all(new is old for new, old in zip(values, children_of(node) or [], strict=True))
     return node if is_same else _rebuild(node, values)
 
 
+def with_new_fields(node: Any, values: Sequence[Any]) -> Any:
+    """Return a new container with these values, so that adding or popping an entry does not change the given one."""
+    is_plain = isinstance(node, dict | UserDict) or is_sequence(node)
+    return _rebuild(node, values) if is_plain else with_fields(node, values)
+
+
 def with_fresh_containers(node: Any) -> Any:
-    """The same tree in new containers, so that popping or adding an entry does not change the original."""
-    children = _children_of(node)
-    if children is None:
-        return node
-    rebuild = _rebuild if isinstance(node, dict | UserDict) or is_sequence(node) else with_fields
-    return rebuild(node, [with_fresh_containers(child) for child in children])
+    """Return the same tree in new containers."""
+    children = children_of(node)
+    return node if children is None else with_new_fields(node, [with_fresh_containers(child) for child in children])
 
 
 def _rebuild(node: Any, values: Sequence[Any]) -> Any:
@@ -202,12 +124,12 @@ def _rebuild(node: Any, values: Sequence[Any]) -> Any:
             changed[key] = value
     else:
         for name, value in zip(field_names(node) or (), values, strict=True):
-            object.__setattr__(changed, name, value)
+            object.__setattr__(changed, name, value)  # also of a frozen dataclass
     return changed
 
 
 def with_items(node: Any, items: Sequence[Any]) -> Any:
-    """A list or tuple of the same type with these items, as many as there are, and the attributes of the original."""
+    """Return a list or tuple of the same type with these items, and the attributes of the original."""
     if type(node) in (list, tuple):
         return type(node)(items)
     if isinstance(node, tuple):
@@ -221,8 +143,8 @@ def with_items(node: Any, items: Sequence[Any]) -> Any:
 
 
 def leaves_of(node: Any) -> Iterator[Any]:
-    """Everything that is no container, in order; of a registered type its tensors."""
-    children = _children_of(node)
+    """Yield everything but containers, in order; for a registered type its tensors."""
+    children = children_of(node)
     if children is None:
         registered = None if isinstance(node, torch.Tensor) else find_type(node)
         yield from [node] if registered is None else registered.tensors(node)
@@ -232,40 +154,68 @@ def leaves_of(node: Any) -> Iterator[Any]:
 
 
 def holds_registered(node: Any) -> bool:
-    """Whether it is of a registered type, or a container with such an object anywhere in it."""
-    return find_type(node) is not None or any(map(holds_registered, _children_of(node) or ()))
+    """Return whether it is of a registered type, or a container with such an object anywhere in it."""
+    return find_type(node) is not None or any(map(holds_registered, children_of(node) or ()))
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of the tree, in order, also scalars and those inside per-sample lists; no NumPy arrays."""
+    """Yield every tensor of the tree, in order, also scalars and those inside lists of samples."""
     return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same tree with ``function(tensor)`` for each tensor; NumPy arrays and all else stay as they are."""
+    """Return the same tree with ``function(tensor)`` for each tensor; all else stays."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
-    registered = find_type(batch)
-    if registered is not None:
+    if (registered := find_type(batch)) is not None:
         return registered.map_tensors(batch, function)
-    children = _children_of(batch)
+    children = children_of(batch)
     return batch if children is None else with_fields(batch, [map_tensors(child, function) for child in children])
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values without a graph: a leaf that requires a gradient where the given tensor does."""
+    """Return the same values without a graph: a leaf that requires a gradient where the given tensor does."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def count_elements(batch: Any) -> int:
-    """Elements of all tensors and NumPy arrays together."""
+    """Count the elements of all tensors and NumPy arrays."""
     return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else leaf.size for leaf in _arrays_of(batch))
 
 
 def count_bytes(batch: Any) -> int:
-    """Bytes of all tensors and NumPy arrays together; those that share memory count each."""
+    """Count the bytes of all tensors and NumPy arrays; those that share memory count each."""
     return sum(bytes_of(leaf) if isinstance(leaf, torch.Tensor) else int(leaf.nbytes) for leaf in _arrays_of(batch))
 
 
 def _arrays_of(batch: Any) -> Iterator[Any]:
     return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
+
+
+def call_read_only(
+    name: str, function: Callable[..., Any], batch: Any, *others: Any, called_by: str = "autobatch"
+) -> Any:
+    """Call a function of the user that must not change the batch, such as ``weigh``.
+
+    Args:
+        name: The user's name for it.
+        function: The user's. It gets new containers with the same tensors.
+        batch: The first argument.
+        others: The other arguments.
+        called_by: Public function that calls it, for the note on an error of the user's.
+
+    Raises:
+        InvalidArgument: It wrote into a tensor; NumPy arrays are not watched.
+    """
+    tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
+    versions = [tensor._version for tensor in tensors]
+    try:
+        answer = function(with_fresh_containers(batch), *others)
+    except Exception as error:
+        note_where(error, f"your {name}(batch{', largest' if others else ''})", called_by)
+        raise
+    if [tensor._version for tensor in tensors] != versions:
+        raise InvalidArgument(
+            f"{name}() wrote into its batch in place, and the samples stay as it left them: use a copy"
+        )
+    return answer

@@ -64,7 +64,7 @@ class Division:
         self.shares = even if self.is_known and ranks else ()
 
     def describe(
-        self, workload: Workload, device: Any, *, objective: str, float32: bool, has_lengths: bool
+        self, workload: Workload, device: Any, *, objective: str, float32: bool, cut: str
     ) -> list[dict[str, Any]]:
         """What this rank sends to the others before the search; nothing where there is one rank."""
         if self._ranks is None:
@@ -76,7 +76,7 @@ class Division:
             "objective=": objective,
             "accumulate_in_float32=": float32,
             "weigh=": "None" if workload.weigh is None else "given",
-            "lengths=": "given" if has_lengths else "None",
+            "cut=": cut,
             "optimizer=": name_optimizer(workload.optimizer) or "None",
             "the model": describe_parameters(workload.model, workload.parameters()),
         }

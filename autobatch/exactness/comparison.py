@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,8 +22,8 @@ from torch import nn
 
 from autobatch._formatting import plural
 from autobatch._user_errors import contextmanager
-from autobatch.batch.layout import Layout, map_tensors
-from autobatch.batch.tree import is_array, leaves_of
+from autobatch.batch.layout import Layout
+from autobatch.batch.tree import is_array, leaves_of, map_tensors
 from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.exactness.determinism import deterministic, full_precision, is_narrow, widen
 from autobatch.exactness.diagnosis import find_causes, find_uncontrolled_generators, judge_batch_norm
@@ -87,8 +87,8 @@ class SplitComparison:
             splitting it, and the result is "unchecked". And if BatchNorm explains the first partition, no cause is
             looked for.
         exact_at: Number of samples for which a smaller comparison has found the split exact; 0 if none has.
-        is_reordered: Whether the smaller comparison took samples in another order.
-        trim: Makes a batch one whose parts are trimmed; the whole of it is not.
+        order: Rows in the order in which steps take them, if it differs from the batch's order.
+        is_trimmed: Whether the step trims parts.
         moves: How parameters have moved while samples are compared.
         norms: The norm of each parameter's gradient in float32, if parameters have moved.
         explains: Whether causes are looked for.
@@ -101,8 +101,8 @@ class SplitComparison:
     most: int
     after_trials: bool = False
     exact_at: int = 0
-    is_reordered: bool = False
-    trim: Callable[[Layout], Layout] | None = None
+    order: Sequence[int] | None = None
+    is_trimmed: bool = False
     moves: Side = _STILL
     norms: Sequence[float] = ()
     explains: bool = True
@@ -151,14 +151,14 @@ class SplitComparison:
             _log.info("the step cannot be made deterministic: %s", reason)
             reason = f"{reason.partition(':')[0]}; its text is in the log"
         else:  # raises the step's error if it is raised without our changes too
-            self.measure(self.layout.spread(samples), None).whole()
+            self.measure(self.layout.spread(samples, self.order), None).whole()
         return _unchecked(f"the step cannot be made deterministic ({reason})"), ""
 
     def _compare(self, samples: int, partitions: Sequence[Sizes]) -> Verdict:
         """Compare as cheaply as the answer allows."""
-        if not partitions and not _differ(self.layout.spread(samples)):
+        if not partitions and not _differ(self.layout.spread(samples, self.order)):
             return _unchecked(f"{samples} samples of the batch are all alike: pass a batch of samples that differ")
-        first = _FirstLook() if self.moves or self.trim else self._look_quickly(samples, partitions)
+        first = _FirstLook() if self.moves or self.is_trimmed else self._look_quickly(samples, partitions)
         if first.verdict is not None:
             return first.verdict
         verdict = self._look_closely(samples, partitions, self.norms or first.norms)
@@ -203,7 +203,7 @@ class SplitComparison:
 
     def _find_first(self, samples: int, stack: ExitStack) -> Measurement:
         """Return a measurement of the step as it is; of a repeatable one if it draws, or is in half precision."""
-        few = self.layout.spread(samples)
+        few = self.layout.spread(samples, self.order)
         if not is_narrow([*self.workload.parameters(), *_tensors_of(few)]):
             stack.enter_context(full_precision())
             measured = self._begin(stack, widened(few), None)
@@ -280,7 +280,7 @@ class SplitComparison:
         """Return the causes. If looking for them fails, the verdict stands."""
         handled = sys.exc_info()[1]
         try:
-            is_by_number = self.exact_at and not self.is_reordered
+            is_by_number = self.exact_at and self.order is None
             few = widened(self.layout.spread(self.exact_at), torch.float64) if is_by_number else None
             return find_causes(measured, partitions, few)
         except Exception as error:
@@ -294,8 +294,7 @@ class SplitComparison:
         """Yield a measurement of samples that are spread over the batch, in a repeatable step."""
         with ExitStack() as stack:
             random = stack.enter_context(self._repeatable(dtype))
-            layout = widened(self.layout.spread(samples), dtype)
-            layout = self.trim(layout) if self.trim else layout
+            layout = widened(self.layout.spread(samples, self.order), dtype)
             if self.moves:
                 mirror = stack.enter_context(self.measure(layout, random).moved())
                 if self.moves == "along":

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from autobatch._user_errors import contextmanager
-from autobatch.batch.layout import Layout, map_tensors
-from autobatch.batch.tree import fields_of
+from autobatch.batch.layout import Layout
+from autobatch.batch.tree import fields_of, map_tensors
 from autobatch.errors import DoesNotFit
 from autobatch.exactness.gradients import TOLERANCE, is_near, relate
 from autobatch.exactness.measurement import Measurement

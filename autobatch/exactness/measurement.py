@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from autobatch._user_errors import contextmanager
-from autobatch.batch.layout import Layout, tensors_of
-from autobatch.batch.tree import as_leaf, map_tensors
+from autobatch.batch.layout import Layout
+from autobatch.batch.tree import as_leaf, map_tensors, tensors_of
 from autobatch.exactness.gradients import (
     TOLERANCE,
     Gradients,

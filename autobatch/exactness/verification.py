@@ -11,8 +11,10 @@ A count that is consistent but not the intended one, such as samples with class 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +22,7 @@ from torch import nn
 
 from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout
-from autobatch.batch.lengths import LengthOf, Lengths
-from autobatch.batch.samples_by_length import SamplesByLength
+from autobatch.batch.lengths import ByLength, SamplesByLength, read_by_length
 from autobatch.distributed.data_parallel import module_of
 from autobatch.exactness.comparison import SplitComparison
 from autobatch.exactness.partitions import Planned, divide_at_full_size, wholes_of
@@ -54,7 +55,7 @@ _TRIMMING = (
     "trimming padding changes the gradient: the step looks at padding. A mean over all positions instead of those that "
     "count (ignore_index=, a mask, weigh=), a layer that mixes positions without a mask (attention, convolution, a "
     "recurrent layer that runs backwards, pooling), positions that are counted from the padded end, BatchNorm over "
-    "positions, or noise that is drawn for each position: leave padding out of it, or plan without lengths="
+    "positions, or noise that is drawn for each position: leave padding out of it, or plan without by_length()"
 )
 
 
@@ -64,7 +65,7 @@ def verify(
     step: Step | None = None,
     weigh: Weigh | None = None,
     *,
-    lengths: Lengths | LengthOf | None = None,
+    cut: ByLength | None = None,
     device: torch.device | str | Device | None = None,
 ) -> Verdict:
     """Check whether splitting a step into micro-batches gives the whole batch's gradient; if not, why.
@@ -80,7 +81,7 @@ def verify(
         batch: An example batch of at least 2 samples that differ, or a Dataset or DataLoader; as for ``fit``.
         step: ``step(model, micro_batch)``; as for ``fit``.
         weigh: What the mean is over; as for ``fit``.
-        lengths: The lengths of samples, as for ``fit``. Then all of the batch runs in order of length, and trimming
+        cut: ``autobatch.by_length`` as for ``fit``. Then all of the batch runs in order of length, and trimming
             padding is compared too.
         device: The device of the model; default: that of its parameters.
 
@@ -92,7 +93,7 @@ def verify(
             Errors of the step itself reach the caller unchanged.
     """
     workload = Workload(module_of(model), step or default_step, weigh, called_by="autobatch.verify")
-    return _verify(workload, batch, lengths, device, most=_MOST_SAMPLES)
+    return _verify(workload, batch, cut, device, most=_MOST_SAMPLES)
 
 
 def compare_with_parts(
@@ -105,7 +106,7 @@ def compare_with_parts(
 def _verify(
     workload: Workload,
     batch: Any,
-    lengths: Lengths | LengthOf | None,
+    cut: ByLength | None,
     device: torch.device | str | Device | None,
     *,
     most: int,
@@ -113,7 +114,7 @@ def _verify(
 ) -> Verdict:
     model = workload.model
     memory = find_device(workload.parameters(), type(model).__name__, device)
-    given = None if lengths is None else Lengths.read(lengths)
+    given = read_by_length(cut)
     example = find_example(model, batch, _MOST_AT_ONCE, given, has_own_step=workload.step is not default_step)
     layout = example.with_smallest or example.layout
     check_values(layout.batch)
@@ -138,7 +139,7 @@ def check_split(
     planned: Planned,
     *,
     samples: SamplesByLength | None = None,
-    lengths: Lengths | None = None,
+    lengths: ByLength | None = None,
 ) -> Verdict:
     """``verify`` for ``fit``, which restores the model; it compares the optimizer's update too.
 
@@ -164,7 +165,7 @@ def _check(
     comparison: SplitComparison,
     planned: Planned,
     samples: SamplesByLength | None,
-    lengths: Lengths | None,
+    lengths: ByLength | None,
     *,
     limits: bool = False,
 ) -> Verdict:
@@ -190,8 +191,7 @@ def compare_many(
 
     Raises AutobatchError, except after trials, if the step is used wrongly, as only many samples show.
     """
-    layout = comparison.layout if samples is None else samples.in_order()
-    larger = replace(comparison, layout=layout, exact_at=few.samples, is_reordered=samples is not None)
+    larger = replace(comparison, exact_at=few.samples, order=None if samples is None else samples.order)
     reason, verdict, compared = "no more fit in memory", few, few.samples
     target, size, most, smallest = planned
     for whole in wholes_of(target, size, most, few.samples):
@@ -212,15 +212,14 @@ def compare_many(
 
 
 def _compare_trimmed(
-    comparison: SplitComparison, verdict: Verdict, samples: SamplesByLength, lengths: Lengths
+    comparison: SplitComparison, verdict: Verdict, samples: SamplesByLength, lengths: ByLength
 ) -> Verdict:
     """Return the verdict of a split that is exact, or that trimming makes inexact."""
-    workload, layout, device = comparison.workload, samples.in_order(), comparison.device
-    trimmed = SplitComparison(
-        workload, layout, device, 0, after_trials=True, trim=lambda few: samples.trim_parts(few, lengths)
-    )
+    workload, layout, device = comparison.workload, samples.example, comparison.device
     found, shortage, count = None, "", min(layout.count, _MOST_TRIMMED)
     while found is None and count >= _FEWEST_TRIMMED:
+        trimming = _trim_parts(workload, partial(samples.trim, cut=lengths, whole=count))
+        trimmed = SplitComparison(trimming, layout, device, 0, after_trials=True, order=samples.order, is_trimmed=True)
         found, shortage = trimmed.attempt(count, ((1,) * count,))
         device.reclaim()  # only now, after the ``except`` block, are a failed attempt's frames gone
         count //= 2
@@ -230,3 +229,12 @@ def _compare_trimmed(
     if not found.exact:
         return found.model_copy(update={"causes": (_TRIMMING,)})
     return verdict.model_copy(update={"relative_error": max(verdict.relative_error, found.relative_error)})
+
+
+def _trim_parts(workload: Workload, trim: Callable[[Any], Any]) -> Workload:
+    """Return the same work on batches of which each part is trimmed."""
+    weigh = workload.weigh
+    return workload.around(
+        lambda model, batch: workload.step(model, trim(batch)),
+        weigh=None if weigh is None else lambda batch: weigh(trim(batch)),
+    )

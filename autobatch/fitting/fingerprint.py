@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from autobatch._wrappers import members_of
-from autobatch.batch.layout import Layout, tensors_of
+from autobatch.batch.layout import Layout
+from autobatch.batch.tree import tensors_of
 from autobatch.records import DeviceInfo, Padding
 from autobatch.step.workload import Workload
 from autobatch.undo.tensor_header import is_uninitialized

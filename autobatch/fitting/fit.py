@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from autobatch._wrappers import unwrap_optimizer
-from autobatch.batch.lengths import LengthOf, Lengths
+from autobatch.batch.cut import CutFunction
+from autobatch.batch.lengths import ByLength, read_by_length
 from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_blocks, take_module
 from autobatch.errors import InexactSplit, InvalidArgument
@@ -63,7 +64,7 @@ def fit(
     step: Step | None = None,
     optimizer: Any | None = None,
     weigh: Weigh | None = None,
-    lengths: Lengths | LengthOf | None = None,
+    cut: ByLength | CutFunction | None = None,
     device: torch.device | str | Device | None = None,
     budget: int | str | None = None,
     headroom: float | str | None = None,
@@ -98,10 +99,10 @@ def fit(
             its step is undone. Trials step the torch optimizer inside a wrapper of Lightning or accelerate, so that
             trainers count no step.
         weigh: Unit of the mean: ``weigh(micro_batch) -> float``. Default: number of samples.
-        lengths: Lengths of samples that are padded to one length: ``lengths(batch)`` returns one whole number for each
-            sample, of a whole batch and of any part of it. The plan then has a number of samples for each of a few
-            lengths. ``Runner`` sorts, trims and divides batches by it, with the same gradient. Pass
-            ``autobatch.Lengths`` if the example does not show which dimensions are padded.
+        cut: Samples that run together. Pass ``autobatch.by_length(length_of)`` if samples of different lengths are
+            padded to one. The plan then has a number of samples for each of a few lengths. ``Runner`` sorts, trims and
+            divides batches by it, with the same gradient. Trials do not call a function of your own: they run the
+            largest samples.
         device: Device of the model; default: that of its parameters.
         budget: Bytes that this process may hold, as an int or as ``"8GiB"``. Default: the free memory and the memory
             that this process holds now. On a CPU ``Runner`` enforces a budget that you pass in every step, and the
@@ -143,8 +144,9 @@ def fit(
         workload = Workload(module, step or default_step, weigh, own_optimizer, "autobatch.fit")
         refuse_sample_gradients(module.named_parameters())
         division = Division(ranks, target_batch, share)
-        called = {"float32": accumulate_in_float32, "has_lengths": lengths is not None}
-        said.extend(division.describe(workload, device, objective=objective, **called))
+        kind = "None" if cut is None else "by_length()" if isinstance(cut, ByLength) else "a function"
+        described = {"objective": objective, "cut": kind}
+        said.extend(division.describe(workload, device, float32=accumulate_in_float32, **described))
     division.hear(said)  # refuses ranks that made different calls
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
     # If all ranks try the same sizes, a plan that only some of them remember could not be confirmed.
@@ -171,7 +173,7 @@ def fit(
                         division=division,
                         wanted=wanted,
                         batch=source_of(batch),
-                        lengths=_read_lengths(lengths, division),
+                        lengths=_read_cut(cut, division),
                         hooks=progress_hooks(progress=progress),
                         ledger=remembered,
                         budget_passed=budget is not None,
@@ -190,15 +192,14 @@ def fit(
     return plan
 
 
-def _read_lengths(lengths: Any | None, division: Division) -> Lengths | None:
-    if lengths is None:
-        return None
-    if division.trials.are_shared:
+def _read_cut(cut: Any | None, division: Division) -> ByLength | None:
+    lengths = read_by_length(cut)
+    if lengths is not None and division.trials.are_shared:
         raise InvalidArgument(
-            "lengths= is not supported where parameters are sharded: ranks run their micro-batches together, and each "
+            "cut= is not supported where parameters are sharded: ranks run their micro-batches together, and each "
             "would divide its samples otherwise"
         )
-    return Lengths.read(lengths)
+    return lengths
 
 
 def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ranks | None) -> Device:

@@ -13,8 +13,7 @@ from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, warn_of_wrapper
 from autobatch.batch.largest import count_dataset
 from autobatch.batch.layout import Layout, dims_of
-from autobatch.batch.lengths import Lengths
-from autobatch.batch.samples_by_length import SamplesByLength
+from autobatch.batch.lengths import ByLength, SamplesByLength
 from autobatch.distributed.division import Division
 from autobatch.events import Hook, StageBegan, emit
 from autobatch.ledger.ledger import Ledger
@@ -60,7 +59,7 @@ class Request:
     division: Division
     wanted: Wanted
     batch: Any
-    lengths: Lengths | None
+    lengths: ByLength | None
     hooks: tuple[Hook, ...]
     ledger: Ledger
     budget_passed: bool

@@ -1,8 +1,7 @@
 """Finds how many samples run together at shorter lengths: one trial at each, after the search at the longest.
 
-Covers the order of the trials. The shortest length goes first, with as many samples as
-surely fit: what it takes there and at the longest says what a sample takes between, and so what to confirm. Does not
-cover how many samples to try (``planning.lengths``), which (``batch.samples_by_length``), nor how (``probe``).
+The shortest length goes first, with as many samples as surely fit. Its trial and those at the longest show what a
+sample takes at lengths between them, and so which numbers to confirm.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from collections.abc import Callable
 from autobatch.planning.curve import MemoryCurve, growing_reserved, ran
 from autobatch.planning.lengths import choose_size, halve_lengths, keep_useful
 from autobatch.records import SizeAtLength, Trial
-
-__all__ = ["search_lengths"]
 
 
 def search_lengths(
@@ -27,9 +24,9 @@ def search_lengths(
 
     Args:
         try_size: Runs a trial of a length and a number of samples.
-        longest: What the search has found.
+        longest: The size that the search found for the longest samples.
         curve: Memory against samples of the longest length; ``None`` where the device does not measure.
-        limit_bytes: What a step may hold.
+        limit_bytes: Bytes that a step may hold.
         bound: The most samples of a micro-batch.
     """
     edges = halve_lengths(longest.length, longest.micro_batch_size, bound)

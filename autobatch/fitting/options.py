@@ -16,8 +16,8 @@ from autobatch._arguments import (
     check_target,
     parse_bytes,
 )
-from autobatch.batch.chosen_groups import CutFunction
-from autobatch.batch.lengths import LengthOf, Lengths
+from autobatch.batch.cut import CutFunction
+from autobatch.batch.lengths import ByLength
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook
 from autobatch.memory.device import Device
@@ -55,7 +55,7 @@ class SharedOptions(TypedDict, total=False):
     """Options that ``fit`` and ``Runner`` both take."""
 
     weigh: Weigh | None
-    lengths: Lengths | LengthOf | None
+    cut: ByLength | CutFunction | None
     device: torch.device | str | Device | None
 
 
@@ -68,7 +68,6 @@ class FitOptions(SharedOptions, SearchOptions, total=False):
 class RunnerOptions(SharedOptions, total=False):
     """Options of ``Runner`` beside the step and the optimizer."""
 
-    cut: CutFunction | None
     scaler: torch.amp.GradScaler | None
     max_grad_norm: float | None
     scheduler: Any | None

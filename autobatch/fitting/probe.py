@@ -11,14 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from autobatch._user_errors import contextmanager, note_where
-from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
+from autobatch.batch.layout import Layout
+from autobatch.batch.tree import count_bytes, map_tensors, tensors_of
 from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
@@ -323,7 +324,7 @@ class Probe:
     def _copy_batch(self, size: int) -> Layout:
         """Copy the batch, so that a step cannot write into the user's."""
         batch = self._make_batch(size)
-        return replace(batch, batch=map_tensors(batch.batch, self._copy))
+        return Layout(map_tensors(batch.batch, self._copy), batch.count, batch.lists)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.device.move_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)

@@ -8,8 +8,9 @@ import torch
 
 from autobatch._formatting import format_bytes
 from autobatch.batch.example import check_values, find_example
-from autobatch.batch.layout import Layout, count_bytes, tensors_of
-from autobatch.batch.samples_by_length import SamplesByLength
+from autobatch.batch.layout import Layout
+from autobatch.batch.lengths import SamplesByLength
+from autobatch.batch.tree import count_bytes, tensors_of
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.fitting.fingerprint import fingerprint
@@ -40,7 +41,7 @@ def search(request: Request) -> Found:
     workload.model.train()
     workload.weights_of(batch.example.batch, batch.example.count)  # raises here if weigh() cannot count
     trials = _Trials(request, batch, whole)
-    lengths = (request.lengths.of, batch.by_length.padding) if request.lengths and batch.by_length else None
+    lengths = (request.lengths.length_of, batch.by_length.padding) if request.lengths and batch.by_length else None
     known = fingerprint(workload, trials.samples, request.memory.describe(), request.division.size, lengths)
     with torch.enable_grad():
         is_doubtful = target > 1 and may_refuse_one_sample(workload.model)
@@ -268,8 +269,8 @@ def _search_lengths(
     """Try shorter samples, one number of them at each length."""
     if smallest > 1:
         raise InvalidArgument(
-            f"lengths= divides a batch into parts of any size, and {explain_smallest(request.workload.model)}: plan "
-            f"without lengths="
+            f"by_length() divides a batch into parts of any size, and {explain_smallest(request.workload.model)}: plan "
+            f"without it"
         )
     peak_bytes = max(trial.peak_reserved for trial in trials.done if trial.micro_batch_size == size)
     longest = SizeAtLength(length=samples.longest, micro_batch_size=size, peak_bytes=peak_bytes)

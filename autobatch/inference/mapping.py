@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, default_collate
 
 from autobatch._arguments import check_count, check_switch
 from autobatch._formatting import format_bytes
-from autobatch.batch.layout import count_bytes, describe
+from autobatch.batch.layout import describe
+from autobatch.batch.lengths import ByLength, LengthOf
+from autobatch.batch.tree import count_bytes
 from autobatch.errors import DoesNotFit
 from autobatch.events import Event, PieceRetried
 from autobatch.inference.arguments import check_functions, find_device, find_runnable, read_target, tensors_of
-from autobatch.inference.given_lengths import Lengths, check_lengths
 from autobatch.inference.guards import set_attributes
 from autobatch.inference.piece import Done, PieceRunner
 from autobatch.inference.results import Joined, rows_of
@@ -34,6 +35,7 @@ from autobatch.inference.samples import (
     are_samples,
     count_samples,
     iterate,
+    read_lengths,
 )
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_allowance
@@ -56,7 +58,7 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     budget: int | str | None = None,
     headroom: float | str | None = None,
     max_piece: int | None = None,
-    lengths: Lengths | None = None,
+    cut: ByLength | None = None,
     collate: Collate | None = None,
     to: torch.device | str | None = None,
     on_result: OnResult | None = None,
@@ -79,10 +81,10 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
         budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds.
         headroom: Left free of the budget when a size is chosen: bytes, a text, or a fraction; default 5 %.
         max_piece: Never more samples than this in a piece.
-        lengths: One int a sample; or ``length_of(sample)``, and for one batch or a loader ``lengths(batch)``, which
-            returns one int a sample. Pieces then have samples of like length, the longest first, and as many as their
-            length allows; the order of results is not changed. Of samples a window is sorted at a time: 256, or as many
-            as 16 pieces have. ``fn`` or ``collate`` trims padding.
+        cut: ``autobatch.by_length`` of one int a sample; of ``length_of(sample)``; or for one batch or a loader of
+            ``length_of(batch)``, which returns one int a sample. Pieces then have samples of like length, the longest
+            first, and as many as their length allows; the order of results is not changed. Of samples a window is
+            sorted at a time: 256, or as many as 16 pieces have. ``fn`` or ``collate`` trims padding.
         collate: Makes a batch of a list of samples; default: torch's ``default_collate``.
         to: Where tensors of the results go, such as ``"cpu"``; default: they stay where ``fn`` left them.
         on_result: ``on_result(indices, result)`` is called with the result of each piece, once a sample, in the order
@@ -106,7 +108,7 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     check_functions(fn, batch, collate, on_result)
     modules = find_runnable(fn)
     first = None if are_samples(batch) else describe(batch)
-    check_lengths(lengths, count_samples(batch) if first is None else first.count)
+    lengths = read_lengths(cut, count_samples(batch) if first is None else first.count)
     memory = find_device(device, modules, [] if first is None else first.tensors())
     memory.watch(tensor for module in modules for tensor in tensors_of(module))
     memory.watch([] if first is None else first.tensors())
@@ -129,7 +131,7 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     return _yield_rows(runner, several) if on_result is None else _hand_over(runner, several, on_result)
 
 
-def _open(samples: Any, collate: Collate, lengths: Lengths | None) -> Iterator[Waiting]:
+def _open(samples: Any, collate: Collate, lengths: LengthOf | Sequence[int] | None) -> Iterator[Waiting]:
     if not isinstance(samples, DataLoader):
         yield SingleSamples(iterate(samples), collate, lengths)
         return

@@ -20,7 +20,7 @@ from torch import nn
 
 from autobatch._formatting import format_bytes
 from autobatch._user_errors import add_note
-from autobatch.batch.layout import map_tensors
+from autobatch.batch.tree import map_tensors
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.events import Hook, MapFinished, PieceFinished, PieceRetried, emit
 from autobatch.inference.guards import WatchedArrays, eval_mode, set_attributes

@@ -1,42 +1,51 @@
 """Decides what the samples of a ``map`` are, and hands out the next ones that have not run.
 
-What is given is either one batch, which is cut, or samples, which are collated:
+The input is either one batch, which is cut, or samples, which are collated:
 
 - One batch: a tensor, an array, a mapping, a tuple, a dataclass, an object of a registered type, ``batches.Fields``.
 - Samples: a list, a Dataset, an iterator, any other iterable; each entry is one sample.
 - A ``DataLoader`` gives batches, one after another, each of which is cut; they are not joined.
-
-Does not cover how many are taken at once (``planning.piece_size``), nor what is done with them (``piece``).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from autobatch._formatting import name_type
+from autobatch._formatting import name_type, plural, show_value
 from autobatch._user_errors import add_note
 from autobatch.batch.largest import is_source
-from autobatch.batch.layout import Layout, map_tensors, tensors_of
+from autobatch.batch.layout import Layout
+from autobatch.batch.lengths import ByLength, LengthOf
 from autobatch.batch.list_rules import Fields
 from autobatch.batch.registry import find_type
-from autobatch.batch.tree import field_names, is_array, leaves_of, with_fresh_containers
+from autobatch.batch.tree import field_names, is_array, leaves_of, map_tensors, tensors_of, with_fresh_containers
 from autobatch.errors import InvalidArgument
-from autobatch.inference.given_lengths import Lengths, measure_all, measure_length
 from autobatch.inference.guards import set_attributes
 from autobatch.memory.device import Device
 
-__all__ = ["BatchSamples", "Collate", "SingleSamples", "Waiting", "are_samples", "count_samples", "iterate"]
+__all__ = [
+    "BatchSamples",
+    "Collate",
+    "SingleSamples",
+    "Waiting",
+    "are_samples",
+    "count_samples",
+    "iterate",
+    "read_lengths",
+]
 
 Collate = Callable[[list[Any]], Any]
+Lengths = LengthOf | Sequence[int]
+"""A function of a sample that gives an int, or of a batch that gives one int a sample; or one int a sample."""
 
 _WINDOW = 256  # samples of a stream that are sorted by length at once, at least
-_END = object()  # of the samples; StopIteration of the user's lengths= is an error
+_END = object()  # of the samples; StopIteration of the user's length_of() is an error
 _PIECES_IN_WINDOW = 16  # and as many as this many pieces have: each is then of like lengths
 
 
@@ -84,7 +93,7 @@ class BatchSamples(Waiting):
 
         Args:
             layout: The batch.
-            lengths: Of its samples; a function is called once, with the batch.
+            lengths: The lengths of its samples; a function is called once, with the batch.
             first: The index of its first sample among all.
         """
         self.layout, self._position, self._first = layout, 0, first
@@ -92,7 +101,7 @@ class BatchSamples(Waiting):
         self._lengths: list[int] | None = None
         self._order: list[int] | None = None
         if lengths is not None:
-            found = measure_all(lengths, layout, first)
+            found = _measure_all(lengths, layout, first)
             self._lengths = found
             self._order = sorted(range(layout.count), key=lambda row: -found[row])
 
@@ -126,7 +135,7 @@ class BatchSamples(Waiting):
         self._position += samples
 
     def tensors(self, samples: int) -> Iterable[torch.Tensor]:
-        """Those of the whole batch."""
+        """List the tensors of the whole batch."""
         return self.layout.tensors()
 
     def arrays(self, indices: range | list[int]) -> Iterable[Any]:
@@ -178,7 +187,7 @@ class SingleSamples(Waiting):
         return indices if self._lengths is not None else range(indices[0], indices[-1] + 1)
 
     def batch(self, indices: range | list[int], device: Device) -> Any:
-        """The samples collated, each time anew."""
+        """Collate the samples, each time again."""
         values = [sample.value for sample in islice(self._buffer, len(indices))]
         return map_tensors(self._collate(values), device.move_tensor)
 
@@ -188,11 +197,11 @@ class SingleSamples(Waiting):
             self._buffer.popleft()
 
     def tensors(self, samples: int) -> Iterable[torch.Tensor]:
-        """Those of the samples, before they are collated."""
+        """List the tensors of the samples, before they are collated."""
         return (tensor for sample in islice(self._buffer, samples) for tensor in tensors_of(sample.value))
 
     def arrays(self, indices: range | list[int]) -> Iterable[Any]:
-        """Those of the samples, where they are not collated into new tensors."""
+        """List the arrays of the samples, unless they are collated into new tensors."""
         if self._collate is default_collate:
             return ()
         samples = islice(self._buffer, len(indices))
@@ -206,7 +215,7 @@ class SingleSamples(Waiting):
                 value = next(self._samples, _END)
                 if value is _END:
                     return
-                length = 1 if self._lengths is None else measure_length(self._lengths, index, value)
+                length = 1 if self._lengths is None else _measure_one(self._lengths, index, value)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is the user's, and raised in its turn
                 add_note(error, f"autobatch.map: raised where sample {index} is read")
                 set_attributes(error, sample_index=index)
@@ -240,3 +249,81 @@ def iterate(given: Any) -> Iterator[Any]:
     if not hasattr(given, "__len__"):
         raise InvalidArgument(f"{name_type(given)} has no length, so its samples cannot be read: pass an iterable")
     return (given[index] for index in range(len(given)))
+
+
+def read_lengths(cut: Any, samples: int | None) -> Lengths | None:
+    """Return what was given as ``cut=`` of ``map``: a function, or one length a sample.
+
+    Args:
+        cut: The argument of ``map``.
+        samples: How many there are; ``None`` where that is not known.
+
+    Raises:
+        InvalidArgument: It is something else.
+    """
+    if cut is None:
+        return None
+    if not isinstance(cut, ByLength):
+        raise InvalidArgument(f"cut={show_value(cut)}: map() takes autobatch.by_length(length_of), or None")
+    if cut.dims is not None or cut.padding is not None:
+        raise InvalidArgument("map() trims no padding: leave dims= and padding= out of by_length()")
+    lengths: Lengths = cut.length_of
+    if callable(lengths):
+        return lengths
+    is_sequence = all(hasattr(lengths, name) for name in ("__len__", "__getitem__"))
+    if not is_sequence or isinstance(lengths, Mapping | str | bytes) or getattr(lengths, "ndim", None) == 0:
+        raise InvalidArgument(
+            f"by_length({show_value(lengths)}): pass a function that returns a length, or one int a sample in a list"
+        )
+    if samples is not None and len(lengths) != samples:
+        raise InvalidArgument(
+            f"by_length() has {len(lengths)} lengths for {plural(samples, 'sample')}: pass one int a sample, or a "
+            f"function"
+        )
+    return lengths
+
+
+def _measure_one(lengths: Lengths, index: int, sample: Any) -> int:
+    try:
+        length = lengths(sample) if callable(lengths) else _look_up(lengths, index)
+    except StopIteration as error:  # next() of an empty iterator; a generator would end with it
+        raise InvalidArgument(
+            f"length_of() raised StopIteration for sample {index}: return an int of at least 0"
+        ) from error
+    return _check_length(length, index)
+
+
+def _measure_all(lengths: Lengths, layout: Layout, first: int) -> list[int]:
+    """The lengths of a batch whose first sample has this index."""
+    if not callable(lengths):
+        return [_check_length(_look_up(lengths, first + row), first + row) for row in range(layout.count)]
+    given: Any = lengths(layout.batch)
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(listed, list | tuple) or len(listed) != layout.count:
+        raise InvalidArgument(
+            f"length_of() gave {name_type(given)} for a batch of {layout.count} samples: of one batch it returns one "
+            f'int a sample, such as lambda batch: batch["attention_mask"].sum(1)'
+        )
+    return [_check_length(length, first + row) for row, length in enumerate(listed)]
+
+
+def _look_up(lengths: Sequence[int], index: int) -> Any:
+    try:
+        return lengths[index]
+    except IndexError:
+        raise InvalidArgument(
+            f"by_length() has {len(lengths)} lengths, and there is a sample {index}: pass one int a sample, or a "
+            f"function"
+        ) from None
+
+
+def _check_length(length: Any, index: int) -> int:
+    try:
+        value = length.item() if hasattr(length, "item") else length
+    except (RuntimeError, ValueError):  # of several numbers
+        value = length
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidArgument(
+            f"length_of() gave {show_value(value)} for sample {index}: a length is an int of at least 0"
+        )
+    return max(value, 1)

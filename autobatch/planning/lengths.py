@@ -1,11 +1,10 @@
 """Chooses how many samples run together at each of a few lengths, and divides samples of mixed lengths by that.
 
-Covers which lengths are tried (*edges*: the longest, its half, its quarter...), how many samples to try at each, and
-the division: a micro-batch has as many samples as ran at the edge above its longest one, so nothing untried runs. Does
-not cover how long a sample is or what is padding (``batch.lengths``), nor trials (``fitting.length_search``).
+The lengths that are tried are *edges*: the longest, its half, its quarter and so on. A micro-batch has as many samples
+as ran at the edge above its longest one, so nothing untried runs.
 
-One number shrinks all edges at once, after a shortage or where less is free: the *scale*, from 1 to the most samples of
-any micro-batch, which is that of the shortest edge.
+One number, the *scale*, shrinks all edges at once, after a shortage or when less is free. It is the most samples at the
+shortest edge.
 """
 
 from __future__ import annotations
@@ -16,17 +15,6 @@ from collections.abc import Mapping, Sequence
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
 from autobatch.records import SizeAtLength
-
-__all__ = [
-    "choose_size",
-    "divide_by_length",
-    "edge_above",
-    "halve_lengths",
-    "keep_useful",
-    "scale_curve",
-    "scale_ladder",
-    "scale_of",
-]
 
 _MOST_HALVINGS = 6
 """1/64 of the longest: what is shorter runs as many together as there, and takes little time."""
@@ -62,7 +50,7 @@ def choose_size(measured: Mapping[int, float], resident: int, limit_bytes: int, 
     Args:
         measured: Bytes that each sample takes, by length; at least one length.
         resident: Bytes that do not depend on how many samples there are.
-        limit_bytes: What a step may hold.
+        limit_bytes: Bytes that a step may hold.
         length: At most the longest that was measured.
     """
     each = max(_bytes_at(measured, length), 1.0)
@@ -107,7 +95,7 @@ def divide_by_length(
     same part of it in each as whole samples allow.
 
     Args:
-        lengths: Of each sample, none longer than the longest edge.
+        lengths: The length of each sample, none longer than the longest edge.
         sizes: The edges, shortest first.
         scale: The most samples at the shortest edge now; other edges in proportion.
         smallest: The fewest samples that the model can run; what would be left alone joins the micro-batch before it.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autobatch._wrappers import unwrap_model
-from autobatch.batch.layout import map_tensors, tensors_of
+from autobatch.batch.tree import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument
 
 _Origin = Literal["loss", "scalar", "mean"]

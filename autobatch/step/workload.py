@@ -12,8 +12,7 @@ from torch import nn
 from autobatch._arguments import is_instance_with, takes_none
 from autobatch._formatting import name_type, show_value
 from autobatch._wrappers import members_of, state_of
-from autobatch.batch.layout import map_tensors, tensors_of
-from autobatch.batch.read_only_call import call_read_only
+from autobatch.batch.tree import call_read_only, map_tensors, tensors_of
 from autobatch.errors import InvalidArgument
 from autobatch.step.default_step import default_step
 from autobatch.step.gradient_hooks import refuse_hooks

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from autobatch.batch.cut import Division, Group, MicroBatch, cut_again, cut_apart
 from autobatch.batch.layout import Layout
-from autobatch.batch.trimming import SortedLayout
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.memory.device import Device
@@ -34,17 +34,10 @@ from autobatch.torch_internals.backward import begin_in_engine, can_begin_in_eng
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.given_backward import Backward
 from autobatch.training.loss_denominators import Denominators, DividedLoss
-from autobatch.training.micro_batches import (
-    MicroBatch,
-    check_additive,
-    cut,
-    find_least_size,
-    find_scale,
-    join,
-    refuse_graphs,
-)
+from autobatch.training.micro_batches import check_additive, cut, find_least_size, refuse_graphs
 from autobatch.training.misuse import BatchWatch, GradientWatch
 from autobatch.training.stated_counts import StatedCounts, check_counts, find_doubtful, read_stated
+from autobatch.training.step_errors import refuse_larger_micro_batches
 from autobatch.undo.gradients import Float32Sums
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.sparse_gradients import coalesce_gradients, widen_gradients
@@ -76,6 +69,8 @@ class Accumulation:
             rows that all of them may have. 0: all are run.
         keep: Objects of the user that the step changes; see ``undo.user_objects``.
         owns_batches: Whether the batches are copies that the user does not see.
+        division: How batches become groups of samples that may run together.
+        max_micro_batch: The most samples of a micro-batch that the user allows; ``None``: no limit.
         backward: Called with each micro-batch's loss, scaled, in place of ``loss.backward()``.
         is_training: Whether these are a Runner's steps, between which the user may change anything.
         counted_per_sample: What the last step's losses were divided by, for each sample, if it stated its count; else
@@ -95,6 +90,8 @@ class Accumulation:
     stands_for: int = 0
     keep: Sequence[Any] = ()
     owns_batches: bool = False
+    division: Division = cut_apart
+    max_micro_batch: int | None = None
     backward: Backward | None = None
     is_training: bool = False
     counted_per_sample: float = 0.0
@@ -184,15 +181,16 @@ class Accumulation:
         is_home = all(layout.home == self.device.torch_device for layout in batches)  # a tensor with a graph has none
         if not is_home:
             refuse_graphs(tensors)
-        ranges = [(layout, 0, layout.count) for layout in batches]
+        groups = self.try_twice("dividing the batch with cut=", self.division, batches, largest)
+        if self.smallest > 1 and self.max_micro_batch is not None:
+            refuse_larger_micro_batches(groups, self.max_micro_batch, self.smallest, self.workload.model)
         weighed = self.workload.weigh is not None
-        micro_batches = self._cut(ranges, largest)
+        micro_batches = self._cut(groups, largest)
         if weighed and (self._stated.is_due or not self._is_additive):
-            check_additive(self._cut(ranges, None), micro_batches)
+            check_additive(self._cut_wholes(batches), micro_batches)
             self._is_additive = True
-        is_ready = is_home and all(layout.spec is not None and layout.spec.pair_size for layout in batches)
         watch = BatchWatch(tensors, [one.batch for one in batches] if self._is_watched else ())
-        progress = AccumulationState(micro_batches, watch, weighed=weighed, is_ready=is_ready)
+        progress = AccumulationState(groups, micro_batches, watch, weighed=weighed)
         progress.had_gradients = undo.gradients.are_there
         if self.counted_per_sample:
             progress.expect(self.counted_per_sample, is_scaled=self.scale is not None)
@@ -244,9 +242,9 @@ class Accumulation:
         return Shortage(
             failed_size=failed.size,
             reason=reason,
-            least_size=find_least_size(join(progress.todo), self.smallest),
+            least_size=find_least_size(progress.groups, self.smallest),
             ended_in=progress.phase,
-            failed_scale=find_scale(failed),
+            failed_scale=failed.scale,
         )
 
     @contextmanager
@@ -264,7 +262,7 @@ class Accumulation:
         """Add one micro-batch's gradient to ``.grad``; returns its part of the loss, and what is beside it."""
         progress.phase, progress.running = "forward", self.workload.named
         gradients = GradientWatch(self._parameters, self._sums) if self._is_watched else None
-        samples = tuple(micro_batch.leaves) if progress.is_ready else self._move(micro_batch)
+        samples = self._move(micro_batch)
         returned = self._call_step(samples)
         progress.running = ""
         losses, aux = (returned, None) if type(returned) is torch.Tensor else split_output(returned)
@@ -302,9 +300,7 @@ class Accumulation:
 
     def _move(self, micro_batch: MicroBatch) -> Any:
         """The samples of a micro-batch on the device, in containers of their own."""
-        return micro_batch.layout.micro_batch(
-            micro_batch.start, micro_batch.stop, micro_batch.leaves, self.device.move_tensor, self.device.torch_device
-        )
+        return micro_batch.take(self.device.move_tensor, self.device.torch_device)
 
     def _find_apart(self) -> Sequence[torch.Tensor]:
         """Memory that steps write into and that is never put back."""
@@ -325,7 +321,7 @@ class Accumulation:
     def cut_again(self, progress: AccumulationState, largest: int) -> None:
         """Cut all samples again, into micro-batches of at most ``largest``, and begin again."""
         earlier = [*progress.todo]
-        smaller = self._cut(join(earlier), largest)
+        smaller = self._cut(progress.groups, largest)
         check_additive(earlier, smaller)
         progress.begin_again(smaller)
 
@@ -416,17 +412,17 @@ class Accumulation:
         if wrong:
             raise InvalidArgument(wrong)
 
-    def _count_again(self, samples: tuple[Layout, int, int], largest: int) -> dict[str, float]:
+    def _count_again(self, micro_batches: Sequence[MicroBatch], largest: int) -> dict[str, float]:
         """The sum of what the step states for these samples in micro-batches of at most so many."""
-        pieces = self._cut([samples], largest)
-        returned = (self.workload.call_step(self._move(piece)) for piece in pieces)
+        parts = cut_again(micro_batches, largest)
+        returned = (self.workload.call_step(self._move(part)) for part in parts)
         return add_counts(counts_of(split_output(one)[0]) for one in returned)
 
     def _open(self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], undo: Undo) -> None:
         """Divide by the totals of all ranks from here on."""
         own = progress.denominators
         if not own.are_exact:  # a sum that does not depend on how this rank's samples are cut
-            own = Denominators.of(self._cut([(layout, 0, layout.count) for layout in batches], None), weighed=True)
+            own = Denominators.of(self._cut_wholes(batches), weighed=True)
         shared.open(own.weights, own.samples, undo.gradients.gradients)
         progress.share(shared.weights, shared.samples)
 
@@ -458,11 +454,14 @@ class Accumulation:
             self.device.reclaim()
         raise DoesNotFit(f"ran out of memory while {purpose} ({reason}); the step was undone")
 
-    def _cut(self, ranges: Sequence[tuple[Layout, int, int]], largest: int | None) -> list[MicroBatch]:
+    def _cut(self, groups: Sequence[Group], largest: int) -> list[MicroBatch]:
         if self.workload.weigh is not None:
             purpose = "counting with weigh()"
-        elif ranges and type(ranges[0][0]) is SortedLayout:  # then all are
-            purpose = "reading lengths with lengths()"
+        elif any(group.lengths for group in groups):
+            purpose = "reading lengths with length_of()"
         else:
-            return cut(self.workload, ranges, largest, self.smallest)
-        return self.try_twice(purpose, cut, self.workload, ranges, largest, self.smallest)
+            return cut(self.workload, groups, largest, self.smallest)
+        return self.try_twice(purpose, cut, self.workload, groups, largest, self.smallest)
+
+    def _cut_wholes(self, batches: Sequence[Layout]) -> list[MicroBatch]:
+        return self._cut(cut_apart(batches), max((batch.count for batch in batches), default=1))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from autobatch._user_errors import note_where
+from autobatch.batch.cut import Group, MicroBatch
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.records import Phase
 from autobatch.training.loss_denominators import Denominators, DividedLoss
-from autobatch.training.micro_batches import MicroBatch
 from autobatch.training.misuse import BatchWatch
 
 _STATED_FOR_SOME = "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
@@ -55,7 +55,7 @@ class AccumulationState:
         unit: What losses are divided by until the total is known; ``None`` where the total was known before.
         retries: Number of attempts that ran out of memory.
         had_gradients: Whether gradients from before the step are added to its own.
-        is_ready: Whether the leaves of a micro-batch are what the step gets: pairs of tensors on the device.
+        groups: Samples that may run together, from which micro-batches are cut.
         phase: The pass of the running micro-batch.
         running: Function of the user that runs now, named for a note on its error; empty: none.
     """
@@ -69,16 +69,18 @@ class AccumulationState:
     phase: Phase = "forward"
     running: str = ""
 
-    def __init__(self, micro_batches: list[MicroBatch], watch: BatchWatch, *, weighed: bool, is_ready: bool) -> None:
+    def __init__(
+        self, groups: Sequence[Group], micro_batches: list[MicroBatch], watch: BatchWatch, *, weighed: bool
+    ) -> None:
         """Begin.
 
         Args:
+            groups: What the micro-batches were cut from.
             micro_batches: To be run.
             watch: Of the batches.
             weighed: Whether ``weigh`` gave the weights.
-            is_ready: Whether the leaves of a micro-batch are what the step gets.
         """
-        self.todo, self._weighed, self.is_ready = deque(micro_batches), weighed, is_ready
+        self.groups, self.todo, self._weighed = groups, deque(micro_batches), weighed
         self.done: list[MicroBatch] = []
         self.aux: list[Any] = []
         self.stated: list[Any] = []
@@ -136,15 +138,12 @@ class AccumulationState:
         if self._has_stated_none and self.loss is not None and self.unit is None:
             raise InvalidArgument(_STATED_FOR_SOME)  # the others' mean would be over these samples too
         # Last: if memory ends in the addition, the micro-batch is not done and is run again.
-        done = self.todo.popleft()
-        done.leaves.clear()  # the step may have given them gradients
-        self.done.append(done)
+        self.done.append(self.todo.popleft())
         self.aux.append(aux)
 
     def fail(self) -> MicroBatch:
         """Count nothing as done; returns the micro-batch that ran out of memory."""
         failed = self.todo[0]
-        failed.leaves.clear()  # its samples are cut again, and these may have gradients
         self.retries += 1
         self.restart()
         return failed

@@ -16,12 +16,15 @@ from torch import nn
 from autobatch._arguments import is_instance_with
 from autobatch._formatting import plural
 from autobatch._wrappers import members_of
+from autobatch.batch.cut import Division
+from autobatch.batch.lengths import PlannedLengths
 from autobatch.distributed.ranks import Ranks, describe_parameters, refuse_differences
 from autobatch.distributed.sharding import divisor_of, has_shards
 from autobatch.distributed.value_digest import digest_values
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
+from autobatch.planning.lengths import scale_curve, scale_ladder
 from autobatch.planning.pacing import CLEAN_STEPS, Pace
 from autobatch.planning.planner import compiled_ladder, eager_ladder
 from autobatch.step.model_info import is_compiled, name_optimizer
@@ -29,6 +32,7 @@ from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.given_backward import Backward, GivenBackward
 from autobatch.training.lockstep_accumulation import LockstepAccumulation
+from autobatch.training.step_errors import find_bound
 
 __all__ = ["describe_binding", "make_accumulation", "make_pace", "refuse_unlike_bindings"]
 
@@ -44,6 +48,7 @@ def make_accumulation(
     device: Device,
     *,
     is_sharded: bool,
+    division: Division,
     scaler: Any | None,
     keep: Sequence[Any],
     backward: Backward | None,
@@ -55,6 +60,7 @@ def make_accumulation(
         workload: Model, step, weights, optimizer.
         device: Where micro-batches go.
         is_sharded: Whether the ranks run their micro-batches in lockstep.
+        division: How batches become groups of samples.
         scaler: Scales each loss.
         keep: The user's objects, checked.
         backward: The user's own function in place of ``loss.backward()``.
@@ -67,6 +73,8 @@ def make_accumulation(
         device,
         _begin_sharded_scaling(workload.model, scaler) if is_sharded else _begin_scaling(scaler, device),
         in_float32=plan.accumulate_in_float32,
+        division=division,
+        max_micro_batch=find_bound(plan),
         smallest=plan.smallest_micro_batch,
         keep=keep,
         backward=None if backward is None else GivenBackward(backward, is_scaled=scaler is not None),
@@ -74,10 +82,13 @@ def make_accumulation(
     )
 
 
-def make_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:
-    """The sizes to choose from, beginning with the plan's."""
-    size = plan.micro_batch_size
-    if is_compiled(workload.model, workload.step):
+def make_pace(plan: Plan, workload: Workload, division: Division, smallest: int) -> Pace:
+    """The sizes to choose from, beginning with the plan's; by length those at the shortest, others in proportion."""
+    size, compiles = plan.micro_batch_size, is_compiled(workload.model, workload.step)
+    if isinstance(division, PlannedLengths):
+        most, curve = division.sizes[0].micro_batch_size, scale_curve(plan.curve, division.sizes)
+        return Pace(scale_ladder(most), most, curve, min(smallest, most), patience=CLEAN_STEPS if compiles else 0)
+    if compiles:
         return Pace(compiled_ladder(size), size, plan.curve, smallest, patience=CLEAN_STEPS)
     return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve, smallest)
 

@@ -1,50 +1,28 @@
-"""Reads the batches that a step is given: how many samples they have, and which of these run together.
-
-It remembers from batch to batch how lists are read and how large samples were. Micro-batches are ``micro_batches``.
-"""
+"""Reads the batches that a step is given, and which of their samples may run together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from autobatch.batch.joining import join_neighbours
+from autobatch.batch.cut import Division, cut_apart, cut_as_given, cut_joined
 from autobatch.batch.largest import is_source
 from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
+from autobatch.batch.lengths import ByLength, PlannedLengths, read_by_length
 from autobatch.batch.list_rules import ListReading
 from autobatch.errors import InvalidArgument
-from autobatch.training.given_cut import GivenCut
-from autobatch.training.sample_lengths import SampleLengths
-
-__all__ = ["GivenBatches", "several"]
+from autobatch.plan import Plan
+from autobatch.step.model_info import is_compiled
+from autobatch.step.workload import Workload
 
 
 class GivenBatches:
-    """The batches of a Runner.
+    """The batches of a Runner."""
 
-    Attributes:
-        cut: The user's division, if there is one.
-        lengths: How long samples are, if the plan knows.
-    """
-
-    def __init__(
-        self,
-        lists: Mapping[str, ListReading],
-        cut: GivenCut | None,
-        lengths: SampleLengths | None,
-        *,
-        joins: bool,
-    ) -> None:
-        """Have seen nothing but the plan's example.
-
-        Args:
-            lists: How its lists are read.
-            cut: The user's division.
-            lengths: How long samples are.
-            joins: Whether neighbouring batches may be joined.
-        """
-        self.cut, self.lengths = cut, lengths
-        self._layout, self._joins = Layout(None, 0, lists), joins
+    def __init__(self, lists: Mapping[str, ListReading]) -> None:
+        """Begin with the way in which the lists of the plan's example were read."""
+        self._layout = Layout(None, 0, lists)
 
     @property
     def lists(self) -> dict[str, ListReading]:
@@ -62,7 +40,7 @@ class GivenBatches:
             InvalidArgument: It cannot be counted.
         """
         layout = describe(batch, like=self._layout)
-        if layout.traits is None or layout.traits is not self._layout.traits:
+        if layout.form is None or layout.form is not self._layout.form:
             self._layout = layout.without_batch()
         return layout
 
@@ -70,7 +48,7 @@ class GivenBatches:
         """Describe the batches of one step.
 
         Args:
-            batches: Those that are described already stay as they are.
+            batches: The batches; described ones are returned unchanged.
             leaves_out_empty: Whether one without samples is left out; else it is refused.
 
         Raises:
@@ -98,25 +76,38 @@ class GivenBatches:
                 ) from None
         return layouts
 
-    def divide(
-        self, layouts: Sequence[Layout], largest: int, try_twice: Callable[..., Sequence[Layout]]
-    ) -> Sequence[Layout]:
-        """Put together the samples that run together.
 
-        Args:
-            layouts: One step's batches.
-            largest: The most samples of a micro-batch.
-            try_twice: Calls a function of the user's, whose name comes first, a second time where memory ends in it.
-        """
-        if self.cut is not None:
-            return try_twice("dividing with cut()", self.cut.cut_all, layouts, largest)
-        if self.lengths is not None:
-            return try_twice("reading lengths with lengths()", self.lengths.sort_all, layouts)
-        return join_neighbours(layouts) if self._joins and len(layouts) > 1 else layouts
+def read_division(cut: Any, plan: Plan, workload: Workload, *, is_sharded: bool) -> Division:
+    """Return how a Runner makes groups of its batches.
+
+    Raises:
+        InvalidArgument: ``cut`` cannot be called, or not be used here, or is another than the plan was made with.
+    """
+    if plan.lengths and not isinstance(cut, ByLength):
+        raise InvalidArgument(
+            "the plan was made with cut=by_length(), and this Runner has another cut=: pass the same cut= to both"
+        )
+    if cut is None:
+        return cut_apart if is_sharded else cut_joined
+    lengths = read_by_length(cut)
+    if is_sharded:
+        raise InvalidArgument(
+            "cut= is not supported where parameters are sharded: ranks run their micro-batches together, and each "
+            "would divide its samples otherwise"
+        )
+    if lengths is None or not isinstance(cut, ByLength):
+        return partial(cut_as_given, cut)
+    if not plan.lengths:
+        raise InvalidArgument(
+            "the plan was made without by_length(), so nothing is known of shorter samples: pass the same cut= to "
+            "fit() and Runner"
+        )
+    compiles = is_compiled(workload.model, workload.step)  # each new shape is compiled
+    return PlannedLengths(lengths, plan.lengths, plan.padding, trims_to_edges=compiles)
 
 
 def several(batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches of ``step_over``; refused when they are read, where the other ranks of a step hear of it.
+    """Yield the batches of ``step_over``; refused when they are read, where the other ranks of a step learn of it.
 
     Raises:
         InvalidArgument: They are one batch.

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from autobatch._formatting import name_type, plural, show_value
-from autobatch.batch.layout import Layout, describe, dims_of, is_empty, is_one_batch, map_tensors
-from autobatch.batch.tree import as_leaf
+from autobatch.batch.layout import Layout, describe, dims_of, is_empty, is_one_batch
+from autobatch.batch.tree import as_leaf, map_tensors
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.share_sampler import ShareSampler
 from autobatch.distributed.step_agreement import StepAgreement
@@ -22,8 +22,6 @@ from autobatch.errors import InvalidArgument
 from autobatch.undo.random_state import RandomState
 
 _COUNT = attrgetter("count")
-
-__all__ = ["Pass", "Progress", "check_loader", "count_samples", "read_together", "refuse_unlike", "set_epoch"]
 
 
 class Progress:
@@ -150,7 +148,7 @@ def refuse_unlike(layout: Layout, dims: Mapping[str, int]) -> Layout:
     Such are single samples, which would be taken for batches, and the tensors of one batch, for several batches.
 
     Raises:
-        InvalidArgument: There is no such tensor.
+        InvalidArgument: No tensor has as many dimensions as in the example.
     """
     found = dims_of(layout)
     if found and dims and not found.items() & dims.items():

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from autobatch.batch.layout import Layout, describe, map_tensors
+from autobatch.batch.cut import Group, MicroBatch
+from autobatch.batch.layout import Layout, describe
+from autobatch.batch.tree import map_tensors
 from autobatch.distributed.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, OtherRankShort, RunAgain
 from autobatch.distributed.pass_record import PassDiffers
 from autobatch.distributed.sharded_step import ShardedStep
@@ -27,7 +29,6 @@ from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.given_backward import Backward
 from autobatch.training.loss_denominators import DividedLoss
-from autobatch.training.micro_batches import MicroBatch, join
 from autobatch.training.model_outputs import ModelOutput, collect_outputs, edges_of, find_reached, run_zero_backward
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
@@ -152,9 +153,8 @@ class LockstepAccumulation(Accumulation):
             if number:  # from here on the others are in it
                 self._lockstep.start("forward")
         if 0 < own < number:
-            ranges = join(progress.todo)
-            samples = sum(stop - start for _, start, stop in ranges)
-            smaller = self._cut(ranges, max(self.smallest, -(-samples // number)))
+            samples = sum(micro_batch.size for micro_batch in progress.todo)
+            smaller = self._cut(progress.groups, max(self.smallest, -(-samples // number)))
             if sum(micro_batch.counts for micro_batch in smaller) <= number:
                 progress.begin_again(smaller)
         return number
@@ -227,7 +227,7 @@ class LockstepAccumulation(Accumulation):
     def _run_spare(self, spare: Layout, progress: AccumulationState) -> None:
         self._lockstep.start("forward")
         here = self._record()
-        (micro_batch,) = self._cut([(spare, 0, self.smallest)], None)
+        (micro_batch,) = self._cut([Group(spare, range(self.smallest))], self.smallest)
         self._call_step(self._move(micro_batch))
         run_zero_backward(self._find_counted(progress))
         self._forget_graph()
@@ -244,13 +244,9 @@ class LockstepAccumulation(Accumulation):
 
     def _cut_equally(self, progress: AccumulationState) -> None:
         """Cut the same micro-batches: the samples of one that has run are gone, and some may be too small."""
-        size = min(micro_batch.size for micro_batch in progress.todo)
-        if size < self.smallest:
-            largest = max(micro_batch.size for micro_batch in progress.todo)
-            parts = self._cut(join(progress.todo), largest)
-        else:
-            ranges = [(one.layout, one.start, one.stop) for one in progress.todo]
-            parts = [part for one in ranges for part in self._cut([one], None)]
+        sizes = [micro_batch.size for micro_batch in progress.todo]
+        is_too_small = min(sizes) < self.smallest
+        parts = self._cut(progress.groups, max(sizes)) if is_too_small else [*progress.todo]
         progress.begin_again(parts)
 
 

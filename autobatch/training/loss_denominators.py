@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
+from autobatch.batch.cut import MicroBatch
 from autobatch.errors import InvalidArgument
 from autobatch.step.losses import Term, read_terms
-from autobatch.training.micro_batches import MicroBatch, sum_weights
+from autobatch.training.micro_batches import sum_weights
 
 __all__ = ["Denominators", "DividedLoss"]
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from autobatch._arguments import as_sequence, check_switch
 from autobatch._wrappers import is_accumulating, unwrap_members, unwrap_optimizer, unwrap_scheduler
-from autobatch.batch.chosen_groups import CutFunction
+from autobatch.batch.cut import CutFunction, cut_apart, cut_joined
 from autobatch.batch.layout import Layout
-from autobatch.batch.lengths import LengthOf, Lengths
+from autobatch.batch.lengths import ByLength
 from autobatch.distributed.ranks import (
     all_or_none,
     find_ranks,
@@ -49,8 +49,7 @@ from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.binding import describe_binding, make_accumulation, make_pace, refuse_unlike_bindings
 from autobatch.training.free_memory import FreeMemory
 from autobatch.training.given_backward import Backward
-from autobatch.training.given_batches import GivenBatches, several
-from autobatch.training.given_cut import GivenCut
+from autobatch.training.given_batches import GivenBatches, read_division, several
 from autobatch.training.loader_steps import (
     Pass,
     Progress,
@@ -61,15 +60,13 @@ from autobatch.training.loader_steps import (
     set_epoch,
 )
 from autobatch.training.loop_watch import SteppedObjects, StepSizes
-from autobatch.training.micro_batches import find_scale, rows_of
+from autobatch.training.micro_batches import rows_of
 from autobatch.training.optimizer_step import Update, check_options
 from autobatch.training.runner_state import RunnerState, read_state
-from autobatch.training.sample_lengths import SampleLengths
 from autobatch.training.step_errors import (
     check_plan,
     check_rank,
     explain_shortage,
-    refuse_larger_micro_batches,
 )
 from autobatch.training.step_events import StepEvents, check_hooks
 from autobatch.undo.interrupts import deferred_interrupts
@@ -115,9 +112,8 @@ class StepRunner:
         optimizer: Any,
         *,
         weigh: Weigh | None = None,
-        lengths: Lengths | LengthOf | None = None,
+        cut: ByLength | CutFunction | None = None,
         device: torch.device | str | Device | None = None,
-        cut: CutFunction | None = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
         scheduler: Any | None = None,
@@ -138,13 +134,12 @@ class StepRunner:
                 stepped itself, so that the trainer counts the step; of accelerate's the optimizer inside is, with its
                 scaler.
             weigh: What a mean is over: ``weigh(micro_batch) -> float``. Default: samples.
-            lengths: How long samples are, as in ``fit``, where the plan was made with it: each batch is divided by
-                length, and micro-batches are trimmed to their longest sample.
-            cut: Which samples run together, where equal numbers of them are unlike in cost: ``cut(batch, largest)``
-                returns lists of sample indices, each sample in one of them, as a ``BatchSampler`` yields them.
-                ``largest`` is the most samples that run together, the plan's or less after a shortage; a longer list is
-                divided, since nothing larger than the plan's size has been tried. It is called before each step, and
-                must not draw random numbers.
+            cut: Which samples run together, where equal numbers of them are unlike in cost. ``autobatch.by_length`` as
+                in ``fit``, where the plan was made with it: batches are divided by length, and micro-batches are
+                trimmed to their longest sample. Or ``cut(batch, largest)`` returns lists of sample indices, each sample
+                in one of them, as a ``BatchSampler`` yields them. ``largest`` is the most samples that run together,
+                the plan's or less after a shortage; a longer list is divided, since nothing larger than the plan's size
+                has been tried. It is called before each step, and must not draw random numbers.
             scaler: Scales each loss, and unscales, steps and updates once a step.
             max_grad_norm: Clip the norm of the gradients of all parameters that the optimizers hold, taken together,
                 before the update.
@@ -179,13 +174,14 @@ class StepRunner:
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
             self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
-            self._batches = self._read_division(cut, lengths)
+            self._division = read_division(cut, plan, self._workload, is_sharded=self._is_sharded)
             self._update = self._make_update(optimizers, scaler, max_grad_norm, schedulers) if optimizers else None
             self._accumulation = make_accumulation(
                 plan,
                 self._workload,
                 self._device,
                 is_sharded=self._is_sharded,
+                division=self._division,
                 scaler=scaler,
                 keep=check_objects(keep),
                 backward=backward,
@@ -195,8 +191,8 @@ class StepRunner:
             recorder = None if isinstance(device, Device) or plan.rank else RunRecorder(plan, Ledger.open())
             self._events = StepEvents(plan, check_hooks(hooks), recorder)
             self._events.report_plan(model, inner, self._device.describe())
-            self._progress, self._sizes = Progress(), StepSizes(sum(plan.micro_batch_sizes))
-            self._stepped = SteppedObjects(optimizers, scaler, schedulers)
+            self._sizes, self._batches = StepSizes(sum(plan.micro_batch_sizes)), GivenBatches(plan.batch_lists)
+            self._progress, self._stepped = Progress(), SteppedObjects(optimizers, scaler, schedulers)
             self._peak_bytes, self._has_reported_gradients, self._is_running, self._samples = 0, False, False, 0
             self._has_thrashed = False
             if self._ranks is not None:
@@ -212,12 +208,6 @@ class StepRunner:
                     )
                 )
         refuse_unlike_bindings(said, self._ranks)
-
-    def _read_division(self, cut: CutFunction | None, lengths: Lengths | LengthOf | None) -> GivenBatches:
-        is_sharded, plan = self._is_sharded, self.plan
-        given_cut = GivenCut.of(cut, has_lengths=lengths is not None, is_sharded=is_sharded)
-        sample_lengths = SampleLengths.of(lengths, plan, self._workload, is_sharded=is_sharded)
-        return GivenBatches(plan.batch_lists, given_cut, sample_lengths, joins=not is_sharded)
 
     def _make_update(
         self, optimizers: Sequence[Any], scaler: Any, max_grad_norm: float | None, schedulers: Sequence[Any]
@@ -331,7 +321,7 @@ class StepRunner:
 
         The step is that of one batch with all their samples: neighbours whose samples one tensor can hold are divided
         together, so that small batches fill micro-batches of the plan's size. Others are divided each by itself: those
-        of unlike shape or dtype, with numbers in them, of registered types, and all with ``lengths=`` or sharded
+        of unlike shape or dtype, with numbers in them, of registered types, and all with ``cut=`` or sharded
         parameters.
 
         Args:
@@ -537,14 +527,14 @@ class StepRunner:
             aux=tuple(done.aux),
             ranks=ranks,
             gradient_norm=self._read_norm(shared) if update and self._max_grad_norm is not None else None,
-            samples=rows_of(done.done) if self._batches.lengths or self._batches.cut else (),
+            samples=() if self._division in (cut_apart, cut_joined) else rows_of(done.done),
         )
         if update and done.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
             self._events.report_earlier_gradients(step)
         self._events.report_finished(step, result)
-        largest = map(find_scale, done.done) if self._batches.lengths else result.micro_batch_sizes
-        pace = self._pace.after_step(max(largest, default=0), thrashed=self._has_thrashed)
+        largest = max((micro_batch.scale for micro_batch in done.done), default=0)
+        pace = self._pace.after_step(largest, thrashed=self._has_thrashed)
         if pace is not self._pace:
             self._change_pace(pace, self.steps)
         return result
@@ -562,8 +552,6 @@ class StepRunner:
         smallest = self._accumulation.smallest
         if smallest > self._pace.smallest:  # of sharded parameters all ranks learn it inside a step
             self._pace = replace(self._pace, smallest=smallest)
-        if smallest > 1:
-            refuse_larger_micro_batches(layouts, self.plan, smallest, self._workload.model)
         return self._pace.size
 
     def _begin_shared(self, *, update: bool) -> SharedStep | None:
@@ -602,9 +590,7 @@ class StepRunner:
         self._peak_bytes, self._has_thrashed = usage.peak_allocated, usage.alloc_retries > before.alloc_retries
 
     def _set_pace(self, smallest: int) -> Pace:
-        if self._batches.lengths is not None:
-            return self._batches.lengths.set_pace(smallest)
-        return make_pace(self.plan, self._workload, smallest)
+        return make_pace(self.plan, self._workload, self._division, smallest)
 
     def _look_ahead(self) -> Pace:
         """The pace for this step: smaller only if too little is free even after all caches are given back."""
@@ -628,7 +614,7 @@ class StepRunner:
                 self._events.report_size(self.steps, self._samples, can_run=self._update is not None)
             if update and (moved := self._stepped.find_moved()):
                 self._events.report_moves(self.steps, moved)
-        return self._batches.divide(layouts, self.micro_batch_size, self._accumulation.try_twice)
+        return layouts
 
     def _begin_counting(self) -> bool:
         """Return whether the coming step runs inside the budget. On a CPU that takes time at every operator.

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from autobatch._formatting import plural
-from autobatch.batch.layout import Layout
+from autobatch.batch.cut import MicroBatch
 from autobatch.step.losses import add_counts, counts_of, losses_of
-from autobatch.training.micro_batches import MicroBatch
 
 __all__ = ["CountAgain", "Stated", "StatedCounts", "check_counts", "find_doubtful", "read_stated"]
 
@@ -31,8 +30,9 @@ same state of the generators would not give both the same draws: a dropout comes
 
 _TOLERANCE = 1e-5
 
-CountAgain = Callable[[tuple[Layout, int, int], int], Mapping[str, float]]
-"""Called with samples of a batch, and the most that run together; returns the sum of what the step states for them."""
+CountAgain = Callable[[Sequence[MicroBatch], int], Mapping[str, float]]
+"""Called with neighbouring micro-batches, and the most samples that run together now; returns the sum of what the step
+states for them."""
 
 
 class Stated(NamedTuple):
@@ -97,18 +97,18 @@ def check_counts(doubtful: Sequence[Stated], smallest: int, count_again: CountAg
     if not doubtful:
         return ""
     first = doubtful[0]
-    layout, start, stop, size, *_ = first.micro_batch
+    size = first.micro_batch.size
     span, largest, parts = [first], size - size // 2, 2.0
     if size < 2 * smallest:
-        after = [one for one in doubtful if one.micro_batch.layout is layout and one.micro_batch.start == stop]
-        before = [one for one in doubtful if one.micro_batch.layout is layout and one.micro_batch.stop == start]
+        after = [one for one in doubtful if _follows(one.micro_batch, first.micro_batch)]
+        before = [one for one in doubtful if _follows(first.micro_batch, one.micro_batch)]
         if not after and not before:
             return ""
         span = [first, after[0]] if after else [before[0], first]
         size, largest, parts = max(one.micro_batch.size for one in span), sum(one.micro_batch.size for one in span), 0.5
     # What changes the total of the step by no more than rounding is nothing, such as 1e-8 that is added to each count.
     nothing = _TOLERANCE * max(1.0, sum(sum(one.counts.values()) for one in doubtful))
-    samples = layout, span[0].micro_batch.start, span[-1].micro_batch.stop
+    samples = [one.micro_batch for one in span]
     stated, otherwise = add_counts(one.counts for one in span), count_again(samples, largest)
     if _are_same(stated, otherwise, nothing):
         return ""
@@ -122,10 +122,14 @@ def check_counts(doubtful: Sequence[Stated], smallest: int, count_again: CountAg
     else:
         advice = "do not keep a count from 0, as by max(n, 1): a part without anything to count has to state 0"
     return (
-        f"step() states counts that do not add up: {_show(stated)} for {samples[2] - samples[1]} samples in "
+        f"step() states counts that do not add up: {_show(stated)} for {sum(one.size for one in samples)} samples in "
         f"micro-batches of up to {size}, and {_show(otherwise)} for the same in micro-batches of up to {largest}; "
         f"{advice}"
     )
+
+
+def _follows(one: MicroBatch, other: MicroBatch) -> bool:
+    return one.batch is other.batch and one.rows[0] == other.rows[-1] + 1
 
 
 def _are_same(first: Mapping[str, float], second: Mapping[str, float], nothing: float) -> bool:

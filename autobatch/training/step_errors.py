@@ -5,13 +5,13 @@ Does not cover errors of the batch (``micro_batches``), of the step function (``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from autobatch._formatting import format_bytes, name_type, plural
-from autobatch.batch.layout import Layout
+from autobatch.batch.cut import Group
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.planner import least_size
@@ -72,20 +72,23 @@ def device_differences(plan: Plan, device: DeviceInfo) -> Iterator[str]:
         yield f"it was {'predicted for' if plan.predicted else 'made on'} {planned.name}, and this is {device.name}"
 
 
-def refuse_larger_micro_batches(layouts: Sequence[Layout], plan: Plan, smallest: int, model: nn.Module) -> None:
-    """Refuse a batch that can only be cut into micro-batches larger than the user's ``max_micro_batch``.
+def find_bound(plan: Plan) -> int | None:
+    """Return the ``max_micro_batch`` of the user; ``None`` where it is all of this rank's share, as fit's own is."""
+    most = plan.max_micro_batch
+    return None if most is None or most >= sum(plan.micro_batch_sizes) else most
+
+
+def refuse_larger_micro_batches(groups: Iterable[Group], most: int, smallest: int, model: nn.Module) -> None:
+    """Refuse samples that can only be cut into micro-batches larger than the user's ``max_micro_batch``.
 
     Raises:
         DoesNotFit: A batch cannot be cut otherwise without a micro-batch below ``smallest``.
     """
-    most = plan.max_micro_batch
-    if most is None or most >= sum(plan.micro_batch_sizes):  # this rank's share: then the bound is fit's own
-        return
-    for layout in layouts:
-        least = least_size(layout.count, smallest)
+    for group in groups:
+        least = least_size(len(group.rows), smallest)
         if least > most:
             raise DoesNotFit(
-                f"a batch of {layout.count} samples in micro-batches of at most {most} (the plan's max_micro_batch) "
+                f"a batch of {len(group.rows)} samples in micro-batches of at most {most} (the plan's max_micro_batch) "
                 f"leaves one of a single sample, and {explain_smallest(model)}: pass an even number of samples, or "
                 f"plan with fit(max_micro_batch={least}) or more"
             )

@@ -93,8 +93,8 @@ class Case:
         self.fail("weigh")
         return float(len(batch))
 
-    def lengths(self, batch):
-        self.fail("lengths")
+    def length_of(self, batch):
+        self.fail("length_of")
         return [4] * len(batch)
 
     def cut(self, batch, largest):
@@ -137,7 +137,7 @@ class Case:
         self.runner(cut=self.cut).step(BATCH)
 
     def run_lengths(self):
-        self.fit(lengths=self.lengths)
+        self.fit(cut=autobatch.by_length(self.length_of))
 
     def raised(self, entry: str, where: str, error: BaseException | type[BaseException]) -> BaseException:
         """Return what the entry raises if this function raises that error, or a new one of that class each time."""
@@ -187,9 +187,9 @@ def test_an_error_of_the_users_says_which_function_raised_it_and_who_called_that
 
 
 @has_notes
-@pytest.mark.parametrize(("entry", "where"), [("run_cut", "cut"), ("run_lengths", "lengths")])
+@pytest.mark.parametrize(("entry", "where"), [("run_cut", "cut"), ("run_lengths", "length_of")])
 def test_an_error_of_a_function_that_divides_names_it(entry: str, where: str) -> None:
-    """``cut`` and ``lengths`` are the user's, too."""
+    """``cut`` and ``length_of`` are the user's, too."""
     error = Mine("mine")
     assert Case().raised(entry, where, error) is error
     (note,) = notes_of(error)

@@ -190,22 +190,27 @@ def fit_texts(lengths=length_of, batch=None, **options):
     texts = make_texts() if batch is None else batch
     given = {"step": read_step, "weigh": count_tokens, "max_micro_batch": 2, "check": None, **options}
     model = Reader()
-    return model, autobatch.fit(model, 12, batch=texts, lengths=lengths, **given)
+    return model, autobatch.fit(model, 12, batch=texts, cut=autobatch.by_length(lengths), **given)
 
 
-def run_texts(batch, lengths=length_of):
+def run_texts(batch, **given):
     """A step of a plan with lengths."""
     model, plan = fit_texts()
-    autobatch.Runner(plan, model, read_step, None, weigh=count_tokens, lengths=lengths).accumulate(batch)
+    options = {"weigh": count_tokens, "cut": autobatch.by_length(length_of), **given}
+    autobatch.Runner(plan, model, read_step, None, **options).accumulate(batch)
 
 
 TABLE = [
-    (lambda: fit_texts(3), "InvalidArgument", "lengths=3 cannot be called: pass lengths(batch) -> one length a sample"),
+    (
+        lambda: fit_texts(3),
+        "InvalidArgument",
+        "by_length(3): length_of cannot be called; pass length_of(batch) -> one length a sample",
+    ),
     (
         lambda: fit_texts(lambda batch: [1]),
         "InvalidArgument",
         (
-            "lengths() gave 1 lengths for 12 samples: return one whole number a sample, such as lambda batch: "
+            "length_of() gave 1 lengths for 12 samples: return one whole number a sample, such as lambda batch: "
             'batch["attention_mask"].sum(1)'
         ),
     ),
@@ -214,7 +219,7 @@ TABLE = [
         "InvalidArgument",
         (
             "all samples of the example batch are 6 long, so that it does not show what padding is: pass a batch with "
-            "shorter samples, or lengths=autobatch.Lengths(length_of, dims={'batch[\"tokens\"]': 1, "
+            "shorter samples, or cut=autobatch.by_length(length_of, dims={'batch[\"tokens\"]': 1, "
             "'batch[\"mask\"]': 1, 'batch[\"labels\"]': 1}, padding='right')"
         ),
     ),
@@ -223,7 +228,7 @@ TABLE = [
         "InvalidArgument",
         (
             'the padded length of a batch whose longest sample is 24 could be 24 (batch["labels"]) or 60 '
-            '(batch["sound"]): pass lengths=autobatch.Lengths(length_of, dims={\'batch["tokens"]\': 1, '
+            '(batch["sound"]): pass cut=autobatch.by_length(length_of, dims={\'batch["tokens"]\': 1, '
             "'batch[\"mask\"]': 1, 'batch[\"labels\"]': 1, 'batch[\"sound\"]': 1}, padding='right'), with the "
             "dimensions that are padded"
         ),
@@ -237,15 +242,15 @@ TABLE = [
         ),
     ),
     (
-        lambda: run_texts(make_texts(), lengths=None),
+        lambda: run_texts(make_texts(), cut=None),
         "InvalidArgument",
-        "the plan was made with lengths=, and this Runner has none: pass the same lengths= to both",
+        "the plan was made with cut=by_length(), and this Runner has another cut=: pass the same cut= to both",
     ),
     (
-        lambda: make_runner(lengths=length_of),
+        lambda: make_runner(cut=autobatch.by_length(length_of)),
         "InvalidArgument",
         (
-            "the plan was made without lengths=, so nothing is known of shorter samples: pass the same lengths= to "
+            "the plan was made without by_length(), so nothing is known of shorter samples: pass the same cut= to "
             "fit() and Runner"
         ),
     ),
@@ -773,7 +778,10 @@ TABLE = [
     (
         lambda: make_runner(cut=8),
         "InvalidArgument",
-        "cut= is an int, which cannot be called: pass cut(batch, largest) -> lists of sample indices",
+        (
+            "cut= is an int, which cannot be called: pass autobatch.by_length(length_of), or cut(batch, largest) -> "
+            "lists of sample indices"
+        ),
     ),
     (
         lambda: run_cut(None),
@@ -990,37 +998,37 @@ TABLE = [
         ),
     ),
     (
-        lambda: autobatch.map(torch.neg, ROWS, lengths=[1, 2]),
+        lambda: autobatch.map(torch.neg, ROWS, cut=autobatch.by_length([1, 2])),
         "InvalidArgument",
-        "lengths= has 2 entries for 4 samples: pass one int a sample, or a function",
+        "by_length() has 2 lengths for 4 samples: pass one int a sample, or a function",
     ),
     (
-        lambda: list(autobatch.map(torch.neg, iter(ROWS), lengths=[1, 2])),
+        lambda: list(autobatch.map(torch.neg, iter(ROWS), cut=autobatch.by_length([1, 2]))),
         "InvalidArgument",
-        "lengths= has 2 entries, and there is a sample 2: pass one int a sample, or a function",
+        "by_length() has 2 lengths, and there is a sample 2: pass one int a sample, or a function",
     ),
     (
-        lambda: autobatch.map(torch.neg, ROWS, lengths=5),
+        lambda: autobatch.map(torch.neg, ROWS, cut=autobatch.by_length(5)),
         "InvalidArgument",
-        "lengths=5 must be a function that returns a length, or one int a sample in a list",
+        "by_length(5): pass a function that returns a length, or one int a sample in a list",
     ),
     (
-        lambda: autobatch.map(torch.neg, ROWS, lengths=len),
+        lambda: autobatch.map(torch.neg, ROWS, cut=autobatch.by_length(len)),
         "InvalidArgument",
         (
-            "lengths= gave an int for a batch of 4 samples: of one batch it returns one int a sample, such as lambda "
-            'batch: batch["attention_mask"].sum(1)'
+            "length_of() gave an int for a batch of 4 samples: of one batch it returns one int a sample, such as "
+            'lambda batch: batch["attention_mask"].sum(1)'
         ),
     ),
     (
-        lambda: next(autobatch.map(torch.neg, list(ROWS), lengths=lambda row: 0.5)),
+        lambda: next(autobatch.map(torch.neg, list(ROWS), cut=autobatch.by_length(lambda row: 0.5))),
         "InvalidArgument",
-        "lengths= gave 0.5 for sample 0: a length is an int of at least 0",
+        "length_of() gave 0.5 for sample 0: a length is an int of at least 0",
     ),
     (
-        lambda: list(autobatch.map(torch.neg, list(ROWS), lengths=lambda row: next(iter(())))),
+        lambda: list(autobatch.map(torch.neg, list(ROWS), cut=autobatch.by_length(lambda row: next(iter(()))))),
         "InvalidArgument",
-        "lengths= raised StopIteration for sample 0: return an int of at least 0",
+        "length_of() raised StopIteration for sample 0: return an int of at least 0",
     ),
     (
         lambda: autobatch.map(torch.sum, ROWS),

@@ -33,7 +33,6 @@ NAMES = [
     "DoesNotFit",
     "InexactSplit",
     "InvalidArgument",
-    "Lengths",
     "Mean",
     "MemoryCurve",
     "NeedsBatch",
@@ -51,6 +50,7 @@ NAMES = [
     "Verdict",
     "__version__",
     "batches",
+    "by_length",
     "fit",
     "hooks",
     "is_oom",
@@ -62,14 +62,14 @@ NAMES = [
 
 # A change here changes the public contract: it belongs into CHANGELOG.md. ``*`` begins the keyword-only arguments.
 SIGNATURES = {
-    "fit": "model target_batch * batch=None step=None optimizer=None weigh=None lengths=None device=None budget=None "
+    "fit": "model target_batch * batch=None step=None optimizer=None weigh=None cut=None device=None budget=None "
     "headroom=None max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True "
     "progress=True share='equal'",
     "predict": "model batch=None step=None optimizer=None * weigh=None target_batch=256 world_size=None "
     "data_parallel=None gpu=None margin=0.1 expandable_segments=False scaler=False what_if=False all_cards=False "
     "progress=True",
-    "verify": "model batch step=None weigh=None * lengths=None device=None",
-    "Runner": "plan model step optimizer * weigh=None lengths=None device=None cut=None scaler=None max_grad_norm=None "
+    "verify": "model batch step=None weigh=None * cut=None device=None",
+    "Runner": "plan model step optimizer * weigh=None cut=None device=None scaler=None max_grad_norm=None "
     "scheduler=None hooks=() keep=() backward=None",
     "Runner.fit": "model target_batch * batch=None step=None optimizer=None options",
     "Runner.run": "loader * epochs=None drop_last=False",
@@ -78,13 +78,13 @@ SIGNATURES = {
     "Runner.step_over": "batches",
     "Runner.state_dict": "",
     "Runner.load_state_dict": "state",
-    "map": "fn batch * device=None budget=None headroom=None max_piece=None lengths=None collate=None to=None "
+    "map": "fn batch * device=None budget=None headroom=None max_piece=None cut=None collate=None to=None "
     "on_result=None progress=True",
     "ShareSampler": "plan dataset * shuffle=True seed=0 drop_last=False",
     "ShareSampler.set_epoch": "epoch",
     "ShareSampler.state_dict": "batches_done",
     "ShareSampler.load_state_dict": "state",
-    "Lengths": "of dims=None padding=None",
+    "by_length": "length_of dims=None padding=None",
     "Mean": "loss over",
     "Sum": "loss count",
     "Part": "loss",
@@ -97,7 +97,7 @@ SIGNATURES = {
     "Plan.explain": "",
 }
 
-ORDER = ["plan", "model", "target_batch", "batch", "step", "optimizer", "weigh", "lengths", "device"]
+ORDER = ["plan", "model", "target_batch", "batch", "step", "optimizer", "weigh", "cut", "device"]
 BY_POSITION = {"fit": 2, "predict": 1, "verify": 1, "Runner": 2}
 """How many arguments a page writes without a name: those before ``batch=``."""
 
@@ -143,8 +143,8 @@ def test_one_call_takes_what_the_two_take() -> None:
 
 def test_an_argument_that_is_not_there_is_named_with_those_that_are() -> None:
     """Before anything is run; mypy refuses it too (``typed_usage.py``)."""
-    with pytest.raises(autobatch.InvalidArgument, match=r"Runner\.fit\(\) has no argument lenghts; it has .*lengths"):
-        autobatch.Runner.fit(nn.Linear(2, 1), 4, lenghts=len)  # type: ignore[call-arg]
+    with pytest.raises(autobatch.InvalidArgument, match=r"Runner\.fit\(\) has no argument cutt; it has .*cut"):
+        autobatch.Runner.fit(nn.Linear(2, 1), 4, cutt=len)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", BY_POSITION)
@@ -164,7 +164,7 @@ def test_common_arguments_come_in_one_order(name: str) -> None:
     ("name", "positional", "named"),
     [
         ("fit", ["model", "target_batch"], ["budget"]),
-        ("map", ["fn", "batch"], ["budget", "lengths"]),
+        ("map", ["fn", "batch"], ["budget", "cut"]),
         ("predict", ["model", "batch", "step", "optimizer"], ["gpu"]),
         ("verify", ["model", "batch", "step"], ["weigh"]),
         ("Runner", ["plan", "model", "step", "optimizer"], ["weigh", "scaler", "max_grad_norm", "scheduler", "hooks"]),

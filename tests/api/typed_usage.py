@@ -66,7 +66,7 @@ def length_of(batch: Batch) -> Tensor:
     return (batch[0] != 0).sum(1)
 
 
-LENGTHS = autobatch.Lengths(length_of, dims={"batch[0]": 1}, padding="right")
+LENGTHS = autobatch.by_length(length_of, dims={"batch[0]": 1}, padding="right")
 
 
 @dataclass
@@ -249,7 +249,7 @@ def main(folder: Path) -> None:
     assert predicted.predicted
     assert prediction.explain()
     outputs: Tensor = autobatch.map(
-        model, batch[0], budget="1GiB", lengths=lambda rows: [1] * len(rows), progress=False
+        model, batch[0], budget="1GiB", cut=autobatch.by_length(lambda rows: [1] * len(rows)), progress=False
     )
     assert len(outputs) == len(batch[0])
     rows: list[Tensor] = list(autobatch.map(model, list(batch[0]), max_piece=3, to="cpu"))

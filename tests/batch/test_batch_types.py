@@ -26,8 +26,8 @@ from workloads import cut
 
 import autobatch
 from autobatch.batch import registry
-from autobatch.batch.layout import count_elements, describe, is_empty
-from autobatch.batch.tree import map_tensors, tensors_of
+from autobatch.batch.layout import describe, is_empty
+from autobatch.batch.tree import count_elements, map_tensors, tensors_of
 from autobatch.batches import Fields, register
 from autobatch.errors import InvalidArgument
 from autobatch.testing import FakeDevice

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.batch.joining import JoinedLayout, join_neighbours
+from autobatch.batch.cut import Group, Joined, divide, join
 from autobatch.batch.layout import describe
 
 
@@ -107,10 +107,15 @@ MAKE = {
 }
 
 
+def make_part(layout: Any, start: int, stop: int) -> Any:
+    """One micro-batch."""
+    [part] = divide(Group(layout, range(start, stop)), stop - start)
+    return part
+
+
 def make_micro_batch(layout: Any, start: int, stop: int) -> Any:
-    """As it is made of a cut of the leaves."""
-    [leaves] = layout.split_leaves(start, [stop - start])
-    return layout.micro_batch(start, stop, leaves, torch.clone, torch.device("cpu"))
+    """As the step gets it."""
+    return make_part(layout, start, stop).take(torch.clone, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", MAKE)
@@ -120,11 +125,11 @@ def test_any_part_is_that_of_a_loader_with_larger_batches(kind, counts, cuts):
     starts = [sum(counts[:index]) for index in range(len(counts))]
     layouts = describe_all(MAKE[kind](count, start) for count, start in zip(counts, starts, strict=True))
     whole = describe(MAKE[kind](sum(counts)), like=layouts[0].without_batch())
-    [joined] = join_neighbours(layouts)
+    [joined] = join(layouts)
     assert joined.count == whole.count
     bounds = sorted({0, joined.count, *(cut % joined.count for cut in cuts)})
     for start, stop in pairwise(bounds):
-        assert same(joined.take(start, stop), whole.take(start, stop))
+        assert same(make_part(joined, start, stop).samples(), whole.take(start, stop))
         assert same(*(make_micro_batch(layout, start, stop) for layout in (joined, whole)))
     assert sum(tensor.numel() for tensor in joined.tensors()) == sum(tensor.numel() for tensor in whole.tensors())
 
@@ -154,38 +159,38 @@ APART = {
 def test_what_is_not_known_to_be_one_batch_stays_apart(case):
     """Each is then divided by itself, as the very layout that it was."""
     layouts = describe_all(APART[case])
-    assert [*map(id, join_neighbours(layouts))] == [*map(id, layouts)]
+    assert [*map(id, join(layouts))] == [*map(id, layouts)]
 
 
 def test_an_attribute_of_ones_own_keeps_batches_apart():
     """A dataclass may hold more than its fields."""
     batches = [Marked(rows(2)), Marked(rows(2))]
-    assert len(join_neighbours(describe_all(batches))) == 1
+    assert len(join(describe_all(batches))) == 1
     batches[1].weight = 2
-    assert len(join_neighbours(describe_all(batches))) == 2
+    assert len(join(describe_all(batches))) == 2
 
 
 def test_only_neighbours_are_joined_in_their_order():
     """The order of samples is that of the batches."""
     layouts = describe_all([rows(2), rows(3, 2), rows(2, width=4), rows(1, 5), rows(4, 6)])
-    joined = join_neighbours(layouts)
+    joined = join(layouts)
     assert [layout.count for layout in joined] == [5, 2, 5]
     assert joined[1] is layouts[2]
-    assert joined[2].take(0, 5)[:, 0].tolist() == [5, 6, 7, 8, 9]
+    assert make_part(joined[2], 0, 5).samples()[:, 0].tolist() == [5, 6, 7, 8, 9]
 
 
 def test_samples_of_one_batch_are_not_copied():
     """Views, as of a batch that is not joined."""
     batches = [rows(4), rows(4, 4)]
-    [joined] = join_neighbours(describe_all(batches))
-    assert isinstance(joined, JoinedLayout)
-    assert joined.take(5, 7).data_ptr() == batches[1][1:].data_ptr()
-    assert [view.data_ptr() for view in joined.views(3, 5)] == [batches[0][3:].data_ptr(), batches[1].data_ptr()]
+    [joined] = join(describe_all(batches))
+    assert isinstance(joined, Joined)
+    assert make_part(joined, 5, 7).samples().data_ptr() == batches[1][1:].data_ptr()
+    assert [view.data_ptr() for view in joined.views(range(3, 5))] == [batches[0][3:].data_ptr(), batches[1].data_ptr()]
 
 
 def test_a_leaf_that_requires_a_gradient_is_joined_to_one():
     """As every micro-batch's tensor: without a graph to the given ones."""
-    [joined] = join_neighbours(describe_all([rows(2).requires_grad_(), rows(2).requires_grad_()]))
-    taken = joined.take(0, 4)
+    [joined] = join(describe_all([rows(2).requires_grad_(), rows(2).requires_grad_()]))
+    taken = make_part(joined, 0, 4).samples()
     assert taken.requires_grad
     assert taken.is_leaf

@@ -24,9 +24,14 @@ from torch.utils.data import (
     default_collate,
 )
 
-from autobatch.batch.largest import _spread, is_source, largest_samples
-from autobatch.batch.lengths import Lengths
+from autobatch.batch.largest import _spread, choose_samples, is_source
+from autobatch.batch.lengths import ByLength
 from autobatch.errors import InvalidArgument
+
+
+def largest_samples(source, count=32, lengths=None, **options):
+    """Without the smallest."""
+    return choose_samples(source, count, lengths, adds_smallest=False, **options)[:2]
 
 
 class Sequences(Dataset[torch.Tensor]):
@@ -98,7 +103,7 @@ def count_own(batch: torch.Tensor) -> torch.Tensor:
 def test_where_lengths_are_known_shorter_samples_are_taken_too(lengths: list[int], count: int) -> None:
     """For each sample down to 1/32 of the longest there is one as long as it, or at most a fifth longer."""
     dataset = Sequences(lengths)
-    layout, _ = largest_samples(DataLoader(dataset, collate_fn=pad), count, lengths=Lengths(count_own))
+    layout, _ = largest_samples(DataLoader(dataset, collate_fn=pad), count, lengths=ByLength(count_own))
     found = count_own(layout.batch).tolist()
     assert found == sorted(found, reverse=True)
     assert found[0] == max(lengths)
@@ -112,7 +117,7 @@ def test_lengths_go_before_elements() -> None:
     """Of samples that are padded before they are collated, only those that are asked know how long they are."""
     rows = [torch.tensor([index] * length + [-1] * (9 - length)) for index, length in enumerate(LENGTHS)]
     assert indices(largest_samples(DataLoader(rows), 2)[0].batch) == [0, 5]
-    assert indices(largest_samples(DataLoader(rows), 2, lengths=Lengths(count_own))[0].batch) == [1, 5, 3, 0, 4, 2]
+    assert indices(largest_samples(DataLoader(rows), 2, lengths=ByLength(count_own))[0].batch) == [1, 5, 3, 0, 4, 2]
 
 
 @given(st.integers(1, 300), st.integers(1, 310))

@@ -14,14 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workloads import cut
 
-from autobatch.batch.chosen_rows import choose_rows
-from autobatch.batch.layout import (
-    count_elements,
-    describe,
-    is_empty,
-    tensors_of,
-)
-from autobatch.batch.tree import fields_of
+from autobatch.batch.layout import choose_rows, describe, is_empty
+from autobatch.batch.tree import count_elements, fields_of, tensors_of
 from autobatch.errors import InvalidArgument
 
 # A batch as a function of which of its samples are wanted, in which order.

@@ -7,10 +7,16 @@ import pytest
 import torch
 from texts import LENGTHS, length_of, make_texts
 
-from autobatch.batch.layout import describe
-from autobatch.batch.lengths import Lengths, find_padding, padded_length, read_lengths
-from autobatch.batch.samples_by_length import SamplesByLength
-from autobatch.batch.trimming import SortedLayout, TrimmedLayout, gather
+from autobatch import by_length
+from autobatch.batch.layout import Trim, describe
+from autobatch.batch.lengths import (
+    ByLength,
+    PlannedLengths,
+    SamplesByLength,
+    find_padding,
+    padded_length,
+    read_by_length,
+)
 from autobatch.errors import InvalidArgument
 from autobatch.records import Padding
 
@@ -25,8 +31,18 @@ def with_mask(batch, *, kind=torch.bool):
 
 def padding_of(batch, lengths=length_of):
     """What the example shows."""
-    layout, read = describe(batch), Lengths.read(lengths)
-    return find_padding(layout, read, read_lengths(read, batch, layout.count))
+    layout, read = describe(batch), read_by_length(lengths if isinstance(lengths, ByLength) else by_length(lengths))
+    return find_padding(layout, read, read.read(batch, layout.count))
+
+
+def gather(layout, rows, padding, length):
+    """These samples, trimmed."""
+    return layout.rebuild(layout.select(rows, Trim(padding, length)))
+
+
+def sort(batch, values, padding):
+    """The samples in order of their lengths."""
+    return PlannedLengths(by_length(length_of), (), padding).sort(describe(batch), values)
 
 
 ONE = {'batch["tokens"]': (1,), 'batch["mask"]': (1,), 'batch["labels"]': (1,)}
@@ -97,36 +113,36 @@ def test_a_tuple_of_arrays_is_trimmed_like_tensors():
 def test_samples_in_lists_have_nothing_to_trim():
     """Each has its own length; they are only sorted."""
     batch = {"texts": [torch.arange(n + 1) for n in (3, 9, 5)], "labels": torch.tensor([0, 1, 2])}
-    lengths = Lengths.read(lambda batch: [len(text) for text in batch["texts"]])
+    lengths = by_length(lambda batch: [len(text) for text in batch["texts"]])
     samples = SamplesByLength.read(describe(batch), lengths)
     assert (samples.padding, samples.longest) == (Padding(), 10)
-    ordered = SortedLayout.of(describe(batch), samples.values, samples.padding, ())
-    part = ordered.take(0, 2)
+    group = sort(batch, samples.values, samples.padding)
+    part = group.batch.rebuild(group.batch.select(group.rows[:2], group.lengths.trim(0)))
     assert [len(text) for text in part["texts"]] == [10, 6]
     assert part["labels"].tolist() == [1, 2]
     assert samples.at(8)[1] == 6
     assert samples.at(2)[1] == 4
 
 
-def test_all_samples_of_a_trimmed_layout_are_the_batch_itself():
+def test_a_part_of_the_example_is_trimmed_and_the_whole_is_not():
     """The whole is what parts are compared with."""
     batch = make_texts()
-    layout = TrimmedLayout(batch, N, {}, values=LENGTHS, padding=Padding(dims=ONE))
-    assert layout.take(0, N) is batch
-    assert layout.take(1, 4)["tokens"].shape == (3, 17)
+    samples, cut = SamplesByLength(describe(batch), LENGTHS, Padding(dims=ONE), L), by_length(length_of)
+    assert samples.trim(batch, cut, N) is batch
+    assert samples.trim(describe(batch).take(1, 4), cut, N)["tokens"].shape == (3, 17)
 
 
-def test_a_sorted_layout_trims_all_samples_too():
+def test_all_samples_are_trimmed_too():
     """A batch that is one micro-batch may be padded further than its longest sample."""
-    batch = make_texts(padded=40)
-    ordered = SortedLayout.of(describe(batch), LENGTHS, Padding(dims=ONE), ())
-    assert ordered.take(0, N)["tokens"].shape == (N, L)
-    assert ordered.values == sorted(LENGTHS, reverse=True)
+    group = sort(make_texts(padded=40), LENGTHS, Padding(dims=ONE))
+    assert group.lengths.trim(0).length == L
+    assert group.lengths.values == sorted(LENGTHS, reverse=True)
+    assert gather(group.batch, group.rows, *group.lengths.trim(0))["tokens"].shape == (N, L)
 
 
 def test_equal_lengths_stay_in_their_order():
     """Two texts of 24 tokens are rows 0 and 4."""
-    assert SortedLayout.of(describe(make_texts()), LENGTHS, Padding(dims=ONE), ()).order[:2] == [0, 4]
+    assert sort(make_texts(), LENGTHS, Padding(dims=ONE)).rows[:2] == [0, 4]
 
 
 def test_samples_of_length_nothing_keep_one_position():
@@ -137,7 +153,7 @@ def test_samples_of_length_nothing_keep_one_position():
 
 def test_what_was_given_is_taken_at_its_word():
     """The user's own dims and side need no evidence, and what is left out is not trimmed."""
-    lengths = Lengths(length_of, dims={'batch["tokens"]': 1}, padding="left")
+    lengths = by_length(length_of, dims={'batch["tokens"]': 1}, padding="left")
     assert padding_of(make_texts([5, 5]), lengths) == Padding(dims={'batch["tokens"]': (1,)}, side="left")
 
 
@@ -145,7 +161,7 @@ REFUSED = {
     "two sizes": (
         {**make_texts(), "sound": torch.rand(N, 60)},
         length_of,
-        r'could be 24 \(batch\["labels"\]\) or 60 \(batch\["sound"\]\): pass lengths=autobatch.Lengths',
+        r'could be 24 \(batch\["labels"\]\) or 60 \(batch\["sound"\]\): pass cut=autobatch.by_length',
     ),
     "hidden size equal to the length": (
         {**make_texts(), "vectors": torch.rand(N, L, L) * make_texts()["mask"][:, :, None]},
@@ -166,25 +182,25 @@ REFUSED = {
     "no such dimension": (
         {"tokens": torch.ones(3, 4)},
         lambda batch: [9, 9, 9],
-        r'the longest sample is 9 by lengths\(\), and no tensor has a dimension for it: batch\["tokens"\] \(3, 4\)',
+        r'the longest sample is 9 by length_of\(\), and no tensor has a dimension for it: batch\["tokens"\] \(3, 4\)',
     ),
     "the other side": (
         make_texts(),
-        Lengths(length_of, padding="left"),
+        by_length(length_of, padding="left"),
         r'batch\["tokens"\] has other values than padding',
     ),
-    "no number": (make_texts(), lambda batch: 3, r"lengths\(\) gave an? .*int.*: return one whole number a sample"),
+    "no number": (make_texts(), lambda batch: 3, r"length_of\(\) gave an? .*int.*: return one whole number a sample"),
     "too few": (make_texts(), lambda batch: [1], "gave 1 lengths for 12 samples"),
     "fractions": (make_texts(), lambda batch: [0.5] * N, "gave 0.5 as a sample's length"),
     "negative": (make_texts(), lambda batch: [-1] * N, "gave -1 as a sample's length"),
     "longer than the padding": (
         make_texts(),
-        Lengths(lambda batch: batch["mask"].sum(1) + 1, dims={'batch["tokens"]': 1}),
+        by_length(lambda batch: batch["mask"].sum(1) + 1, dims={'batch["tokens"]': 1}),
         "gave 25 for a sample of a batch that is padded to 24",
     ),
     "padded to two lengths": (
         {**make_texts(), "more": torch.zeros(N, 30)},
-        Lengths(length_of, dims={'batch["tokens"]': 1, 'batch["more"]': 1}),
+        by_length(length_of, dims={'batch["tokens"]': 1, 'batch["more"]': 1}),
         "the batch is padded to different lengths",
     ),
 }
@@ -201,30 +217,39 @@ def test_what_the_example_leaves_open_is_refused(name):
 @pytest.mark.parametrize(
     ("lengths", "match"),
     [
-        (3, "lengths=3 cannot be called"),
-        (Lengths([1, 2]), r"lengths=Lengths\(\[1, 2\]\) cannot be called: pass lengths\(batch\)"),
-        (Lengths(None), r"lengths=Lengths\(None\) cannot be called"),
-        (Lengths(Lengths(length_of)), r"lengths=Lengths\(a Lengths\) cannot be called"),
-        (Lengths(length_of, dims=[1]), r"dims=\[1\]: pass dimensions by path, such as \{'batch\[\"inputs\"\]': 1\}"),
-        (Lengths(length_of, dims="x"), "dims='x': pass dimensions by path"),
-        (Lengths(length_of, dims=5), "dims=5: pass dimensions by path"),
+        (by_length([1, 2]), r"by_length\(\[1, 2\]\): length_of cannot be called; pass length_of\(batch\)"),
+        (by_length(None), r"by_length\(None\): length_of cannot be called"),
         (
-            Lengths(length_of, dims={'batch["tokens"]': 1.5}),
+            by_length(length_of, dims={'batch["tokens"]': 1.5}),
             r"dims\['batch\[\"tokens\"\]'\]=1.5, and .* has dimensions 1 to 1",
         ),
-        (Lengths(length_of, dims={'batch["tokens"]': None}), "=None, and .* has dimensions 1 to 1"),
-        (Lengths(length_of, dims={'batch["tokens"]': True}), "=True, and .* has dimensions 1 to 1"),
-        (Lengths(length_of, dims={'batch["tokens"]': "1"}), "='1', and .* has dimensions 1 to 1"),
-        (Lengths(length_of, padding="both"), "padding='both': pass 'right', 'left' or None"),
-        (Lengths(length_of, dims={"tokens": 1}), "dims has 'tokens', and the batch has"),
-        (Lengths(length_of, dims={'batch["tokens"]': 0}), "has dimensions 1 to 1 after that of its samples"),
-        (Lengths(length_of, dims={'batch["tokens"]': 2}), "has dimensions 1 to 1 after that of its samples"),
+        (by_length(length_of, dims={'batch["tokens"]': None}), "=None, and .* has dimensions 1 to 1"),
+        (by_length(length_of, dims={'batch["tokens"]': True}), "=True, and .* has dimensions 1 to 1"),
+        (by_length(length_of, dims={'batch["tokens"]': "1"}), "='1', and .* has dimensions 1 to 1"),
+        (by_length(length_of, dims={"tokens": 1}), "dims has 'tokens', and the batch has"),
+        (by_length(length_of, dims={'batch["tokens"]': 0}), "has dimensions 1 to 1 after that of its samples"),
+        (by_length(length_of, dims={'batch["tokens"]': 2}), "has dimensions 1 to 1 after that of its samples"),
     ],
 )
 def test_what_is_no_lengths_argument_is_refused(lengths, match):
     """Before anything is run."""
     with pytest.raises(InvalidArgument, match=match):
         padding_of(make_texts(), lengths)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"dims": [1]}, r"dims=\[1\]: pass dimensions by path, such as \{'batch\[\"inputs\"\]': 1\}"),
+        ({"dims": "x"}, "dims='x': pass dimensions by path"),
+        ({"dims": 5}, "dims=5: pass dimensions by path"),
+        ({"padding": "both"}, "padding='both': pass 'right', 'left' or None"),
+    ],
+)
+def test_what_no_cut_by_length_can_have_is_refused_at_once(given, match):
+    """Where it is written, not where it is used."""
+    with pytest.raises(InvalidArgument, match=match):
+        by_length(length_of, **given)
 
 
 WHOLE = {
@@ -238,7 +263,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_numbers_of_any_library_are_lengths(name):
     """As ``map`` takes them; what is read is Python's own."""
-    values = read_lengths(Lengths(WHOLE[name]), make_texts(), N)
+    values = by_length(WHOLE[name]).read(make_texts(), N)
     assert values == [*LENGTHS]
     assert {type(value) for value in values} == {int}
 
@@ -258,14 +283,14 @@ def test_whole_numbers_of_any_library_are_lengths(name):
 )
 def test_what_is_no_whole_number_is_no_length(length, shown):
     """A truth value counts nothing, and a fraction is no position, even a whole one."""
-    with pytest.raises(InvalidArgument, match=rf"lengths\(\) gave {shown} as a sample's length"):
-        read_lengths(Lengths(lambda _: [length] * N), make_texts(), N)
+    with pytest.raises(InvalidArgument, match=rf"length_of\(\) gave {shown} as a sample's length"):
+        by_length(lambda _: [length] * N).read(make_texts(), N)
 
 
 def test_lengths_that_change_when_padding_goes_are_refused():
     """A side that was given and is the wrong one: trimming would cut the samples themselves."""
-    lengths = Lengths(length_of, dims={'batch["tokens"]': 1, 'batch["mask"]': 1}, padding="right")
-    with pytest.raises(InvalidArgument, match=r"lengths\(\) gives 0 for a sample .* gave 11 .* trimmed on the right"):
+    lengths = by_length(length_of, dims={'batch["tokens"]': 1, 'batch["mask"]': 1}, padding="right")
+    with pytest.raises(InvalidArgument, match=r"length_of\(\) gives 0 for a sample .* gave 11 .* trimmed on the right"):
         SamplesByLength.read(describe(make_texts(left=True)), lengths)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, deque
 from typing import NamedTuple
 
 import pytest
 import torch
 from workloads import cut
 
+from autobatch.batch.cut import Group, divide
 from autobatch.batch.layout import Layout, describe
-from autobatch.batch.tree import TreeSpec
 from autobatch.errors import InvalidArgument
 
 pytestmark = pytest.mark.quick
@@ -34,34 +34,43 @@ HAS_SPEC = {
     "a list of fields": lambda: [rows(), torch.arange(4)],
     "nested, with values": lambda: {"x": (rows(), {"z": rows(width=2)}), "name": "train", "epoch": 3, "none": None},
     "a scalar tensor": lambda: (rows(), torch.tensor(2.0)),
-}
-HAS_NONE = {
+    "a lone tensor": rows,
     "a named tuple": lambda: Pair(rows(), torch.arange(4)),
     "an ordered dict": lambda: OrderedDict(x=rows()),
+    "a list in a dict": lambda: {"x": [rows()], "y": torch.arange(4)},
+}
+HAS_NONE = {
     "a parameter": lambda: (torch.nn.Parameter(rows()),),
     "an object": lambda: (rows(), object()),
-    "a lone tensor": rows,
+    "a deque": lambda: (rows(), deque([1, 2])),
+    "a user dict": lambda: UserDict(x=rows()),
 }
 
 
 @pytest.mark.parametrize("name", HAS_SPEC)
 def test_leaves_come_back_in_containers_of_their_own(name):
     """The same types, keys and values, and no container of the user's."""
-    batch, leaves = HAS_SPEC[name](), []
-    spec = TreeSpec.of(batch)
-    assert spec.flatten(batch, leaves)
-    built = spec.unflatten(leaves)
-    again = []
-    assert TreeSpec.of(built).flatten(built, again)
-    assert all(one is other for one, other in zip(leaves, again, strict=True))
+    batch = HAS_SPEC[name]()
+    layout = describe(batch)
+    built = layout.rebuild([leaf.value for leaf in layout.leaves], fresh=True)
+    again = describe(built)
+    assert again.form.spec == layout.form.spec
+    assert all(one.value is other.value for one, other in zip(layout.leaves, again.leaves, strict=True))
     assert type(built) is type(batch)
-    assert built is not batch or isinstance(batch, tuple)
+    assert built is not batch or isinstance(batch, tuple | torch.Tensor)
 
 
 @pytest.mark.parametrize("name", HAS_NONE)
-def test_other_batches_have_no_spec(name):
+def test_other_batches_have_no_form(name):
     """They are read by the rules each time."""
-    assert TreeSpec.of(HAS_NONE[name]()) is None
+    assert describe(HAS_NONE[name]()).form is None
+
+
+@pytest.mark.parametrize("name", HAS_SPEC)
+def test_a_batch_of_the_same_kind_is_read_as_the_last(name):
+    """The very same form, found again."""
+    layout = describe(HAS_SPEC[name]())
+    assert describe(HAS_SPEC[name](), layout.without_batch()).form is layout.form
 
 
 OTHERS = {
@@ -79,7 +88,6 @@ OTHERS = {
 def test_a_batch_of_another_kind_is_noticed(name):
     """And read anew, with the same result as if none had come before it."""
     first, second = OTHERS[name]
-    assert not TreeSpec.of(first).flatten(second, [])
     like = describe(first).without_batch()
     assert describe(second, like).count == describe(second).count == 4
 
@@ -90,9 +98,10 @@ def test_micro_batches_are_those_of_the_rules(name, sizes):
     """The same samples as ``take`` gives, as leaves that share the batch's memory."""
     batch = HAS_SPEC[name]()
     layout = describe(batch, describe(batch).without_batch())
-    move, home, start = (lambda tensor: tensor), torch.device("cpu"), 0
-    for size, leaves, expected in zip(sizes, layout.split_leaves(0, sizes), cut(layout, sizes), strict=True):
-        found = layout.micro_batch(start, start + size, leaves, move, home)
+    start = 0
+    for size, expected in zip(sizes, cut(layout, sizes), strict=True):
+        [part] = divide(Group(layout, range(start, start + size)), size)
+        found = part.take(lambda tensor: tensor, torch.device("cpu"))
         ours, theirs = Layout(found, size, {}).tensors(), Layout(expected, size, {}).tensors()
         for one, other in zip(ours, theirs, strict=True):
             assert torch.equal(one, other)
@@ -102,19 +111,25 @@ def test_micro_batches_are_those_of_the_rules(name, sizes):
         start += size
 
 
-def test_a_range_of_a_batch_is_split():
-    """What is left of a batch after memory ended."""
-    layout = describe((rows(8), torch.arange(8)))
-    parts = [leaves[1].tolist() for leaves in layout.split_leaves(3, (2, 3))]
-    assert parts == [[3, 4], [5, 6, 7]]
+@pytest.mark.parametrize("name", HAS_SPEC)
+def test_all_micro_batches_are_cut_at_once(name):
+    """With the same samples as one by one."""
+    layout = describe(HAS_SPEC[name]())
+    for part in divide(Group(layout, range(4)), 3):
+        found = part.take(lambda tensor: tensor, torch.device("cpu"))
+        alone = part._replace(parts=None).take(lambda tensor: tensor, torch.device("cpu"))
+        assert part.parts is not None
+        ours, theirs = Layout(found, part.size, {}).tensors(), Layout(alone, part.size, {}).tensors()
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        assert type(found) is type(layout.batch)
 
 
 def test_tensors_that_want_a_gradient_get_one_of_their_own():
     """None is added up in the user's batch."""
     batch = rows().requires_grad_(), torch.arange(4)
     layout = describe(batch)
-    (leaves,) = layout.split_leaves(0, (4,))
-    inputs, _ = layout.micro_batch(0, 4, leaves, lambda tensor: tensor, torch.device("cpu"))
+    [part] = divide(Group(layout, range(4)), 4)
+    inputs, _ = part.take(lambda tensor: tensor, torch.device("cpu"))
     inputs.sum().backward()
     assert inputs.grad is not None
     assert batch[0].grad is None

@@ -560,14 +560,13 @@ def cut_into(runner: autobatch.Runner, sizes: tuple[int, ...]) -> None:
     accumulation: Any = runner._accumulation
     cut = accumulation._cut
 
-    def cut_anew(ranges: Any, largest: int | None) -> Any:
-        if largest is None:
-            return cut(ranges, None)
-        ((layout, _, _),) = ranges
+    def cut_anew(groups: Any, largest: int) -> Any:
+        [group] = groups
+        if largest >= len(group.rows):
+            return cut(groups, largest)
         stops = accumulate(sizes)
-        return [
-            part for stop, size in zip(stops, sizes, strict=True) for part in cut([(layout, stop - size, stop)], None)
-        ]
+        parts = [(group._replace(rows=range(stop - size, stop)), size) for stop, size in zip(stops, sizes, strict=True)]
+        return [micro_batch for part, size in parts for micro_batch in cut([part], size)]
 
     accumulation._cut = cut_anew
 

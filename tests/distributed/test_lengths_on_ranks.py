@@ -72,9 +72,18 @@ def own_rows(batch, division):
     return take_rows(batch, start, start + division[dist.get_rank()])
 
 
+CUT = autobatch.by_length(length_of)
+
+
 def fit(model, step=read_step, weigh=count_tokens, **changes):
     """A plan of this rank."""
-    given = {"batch": make_texts(), "optimizer": None, "lengths": length_of, "max_micro_batch": 2, "check": None}
+    given = {
+        "batch": make_texts(),
+        "optimizer": None,
+        "cut": CUT,
+        "max_micro_batch": 2,
+        "check": None,
+    }
     return autobatch.fit(model, len(LENGTHS), step=step, weigh=weigh, progress=False, **{**given, **changes})
 
 
@@ -84,7 +93,7 @@ def make_runner(model, name="weighed", **options):
     parallel = DistributedDataParallel(model)
     plan = fit(parallel, step, weigh).model_copy(update={"lengths": SIZES[dist.get_rank()]})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return autobatch.Runner(plan, parallel, step, optimizer, weigh=weigh, lengths=length_of, **options)
+    return autobatch.Runner(plan, parallel, step, optimizer, weigh=weigh, cut=CUT, **options)
 
 
 def gradients(model):
@@ -152,7 +161,7 @@ def fit_and_train():
     parallel, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"optimizer": optimizer, "max_micro_batch": None, "budget": BUDGETS[dist.get_rank()], "check": "raise"}
     plan = fit(parallel, **given)
-    options = {"weigh": count_tokens, "lengths": length_of}
+    options = {"weigh": count_tokens, "cut": CUT}
     result = autobatch.Runner(plan, parallel, read_step, optimizer, **options).step(own_rows(whole, plan.shares))
     read_step(alone, whole).backward()
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
@@ -175,7 +184,7 @@ def fail_all():
     own, before = own_rows(whole, (6, 6)), [p.detach().clone() for p in model.parameters()]
     found = {
         "too long": fail(lambda: runner.step(make_texts([25, 3]) if rank else own)),
-        "one has none": fail(lambda: fit(DistributedDataParallel(model), lengths=None if rank else length_of)),
+        "one has none": fail(lambda: fit(DistributedDataParallel(model), cut=None if rank else CUT)),
     }
     assert all(map(torch.equal, before, model.parameters()))
     return found, sum(runner.step(own).micro_batch_sizes)
@@ -189,7 +198,7 @@ def refuse_sharded():
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     return (
         fail(lambda: fit(sharded)),
-        fail(lambda: autobatch.Runner(plan, sharded, read_step, optimizer, weigh=count_tokens, lengths=length_of)),
+        fail(lambda: autobatch.Runner(plan, sharded, read_step, optimizer, weigh=count_tokens, cut=CUT)),
     )
 
 
@@ -261,7 +270,7 @@ def test_a_rank_that_refuses_a_sample_stops_all():
 
 def test_lengths_are_for_all_ranks_or_none():
     """In the same words on each."""
-    text = "lengths= differs between the ranks (rank 0: given; rank 1: None): pass the same on each"
+    text = "cut= differs between the ranks (rank 0: by_length(); rank 1: None): pass the same on each"
     assert [found["one has none"] for found, _ in results_of("errors")] == [f"InvalidArgument: {text}"] * 2
 
 
@@ -269,7 +278,7 @@ def test_lengths_are_for_all_ranks_or_none():
 def test_sharded_parameters_are_refused_on_all_ranks():
     """By ``fit``, and by a Runner with a plan that was made for the model before."""
     text = (
-        "InvalidArgument: lengths= is not supported where parameters are sharded: ranks run their micro-batches "
+        "InvalidArgument: cut= is not supported where parameters are sharded: ranks run their micro-batches "
         "together, and each would divide its samples otherwise"
     )
     assert values_of(run_ranks(refuse_sharded)) == [(text, text)] * 2

@@ -13,10 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
-from autobatch.batch.layout import describe
 from autobatch.distributed.ranks import find_ranks, refuse_differences, world_size
 from autobatch.errors import InvalidArgument
-from autobatch.training.step_errors import refuse_larger_micro_batches
+from autobatch.training.step_errors import find_bound
 
 pytestmark = pytest.mark.quick
 
@@ -95,7 +94,8 @@ def test_the_bound_of_a_share_is_no_bound_of_the_users():
     """A rank may be given one sample more than its share, which BatchNorm cannot run by itself."""
     plan = make_rank_plans((2, 2), 2, max_micro_batch=2, **SMALL)[0]
 
-    refuse_larger_micro_batches([describe(make_batch(3))], plan, 2, Plain())
+    assert find_bound(plan) is None
+    assert find_bound(plan.model_copy(update={"max_micro_batch": 1})) == 1
 
 
 def test_what_differs_between_the_ranks_is_named():

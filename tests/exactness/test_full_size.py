@@ -268,7 +268,7 @@ def prefer(model, batch):
 
 def test_pairs_that_lengths_tears_apart_are_found():
     """Samples are compared in the order in which they would run: neighbours of the batch are none of its lengths."""
-    batch, given = make_pairs(), {"step": prefer, "lengths": length_of}
+    batch, given = make_pairs(), {"step": prefer, "cut": autobatch.by_length(length_of)}
     model = Reader()
     before = bits_of(model)
     verdict = verify(model, batch, **given)
@@ -282,7 +282,7 @@ def test_pairs_that_lengths_tears_apart_are_found():
 @pytest.mark.parametrize("target", [64, 100])
 def test_a_right_step_on_samples_in_order_of_length_is_exact_at_full_size(target):
     """Of the batch's own samples, and of those repeated."""
-    batch, given = make_pairs(), {"step": read_step, "weigh": count_tokens, "lengths": length_of}
+    batch, given = make_pairs(), {"step": read_step, "weigh": count_tokens, "cut": autobatch.by_length(length_of)}
     assert verify(Reader(), batch, **given).larger_partition == (32, 16, 16)
     plan = autobatch.fit(Reader(), target, batch=batch, max_micro_batch=16, check="raise", reuse=False, **given)
     assert sum(plan.verdict.larger_partition) == target

@@ -30,7 +30,7 @@ def plan_for(**options):
         "step": read_step,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "weigh": count_tokens,
-        "lengths": length_of,
+        "cut": autobatch.by_length(length_of),
         "budget": BUDGET,
         "check": None,
         **options,
@@ -72,11 +72,23 @@ def read_each(model, texts):
     return torch.stack(losses).mean()
 
 
+def count_each(texts):
+    """The length of each text of a list."""
+    return [len(text["tokens"]) for text in texts]
+
+
 @pytest.mark.parametrize(
     ("collate", "options"),
     [
         (pad_texts, {}),
-        (list, {"step": read_each, "weigh": None, "lengths": lambda texts: [len(text["tokens"]) for text in texts]}),
+        (
+            list,
+            {
+                "step": read_each,
+                "weigh": None,
+                "cut": autobatch.by_length(count_each),
+            },
+        ),
     ],
     ids=["padded", "lists"],
 )
@@ -87,8 +99,8 @@ def test_a_loader_gives_samples_of_all_lengths(collate, options):
     assert plan.lengths[0].length <= 12
     assert plan.lengths[0].micro_batch_size > 2 * plan.lengths[-1].micro_batch_size
     step, weigh = options.get("step", read_step), options.get("weigh", count_tokens)
-    lengths = options.get("lengths", length_of)
-    assert autobatch.verify(Wide(), make_loader(collate), step, weigh, lengths=lengths).exact
+    lengths = options.get("cut", autobatch.by_length(length_of))
+    assert autobatch.verify(Wide(), make_loader(collate), step, weigh, cut=lengths).exact
 
 
 def test_memory_is_used_at_the_lengths_between():
@@ -134,10 +146,10 @@ def test_a_remembered_plan_is_confirmed_at_the_longest_length(tmp_path, monkeypa
     assert again.confirms == first.id
     assert again.lengths == first.lengths
     assert [trial.length for trial in again.trials] == [128]
-    assert not plan_for(lengths=None).confirms
-    assert not plan_for(lengths=lambda batch: (batch["mask"] != 0).sum(1)).confirms
-    only = autobatch.Lengths(length_of, dims={'batch["tokens"]': 1, 'batch["mask"]': 1, 'batch["labels"]': 1})
-    assert plan_for(lengths=only).confirms
+    assert not plan_for(cut=None).confirms
+    assert not plan_for(cut=autobatch.by_length(lambda batch: (batch["mask"] != 0).sum(1))).confirms
+    only = autobatch.by_length(length_of, dims={'batch["tokens"]': 1, 'batch["mask"]': 1, 'batch["labels"]': 1})
+    assert plan_for(cut=only).confirms
 
 
 def test_a_length_that_does_not_fit_runs_as_few_as_the_next_longer_one():
@@ -158,14 +170,14 @@ def test_a_length_that_does_not_fit_runs_as_few_as_the_next_longer_one():
 
 @pytest.mark.parametrize("check", ["warn", "raise"])
 def test_a_step_that_looks_at_padding_is_named(check):
-    """Its loss is a mean over all positions: without lengths= it splits exactly, with it not."""
+    """Its loss is a mean over all positions: without by_length() it splits exactly, with it not."""
 
     def step(model, batch):
         logits = model(batch["tokens"], batch["mask"])
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].clamp(min=0).flatten())
 
     given = {"step": step, "weigh": None, "check": check, "target_batch": 32, "budget": "2MiB"}
-    assert plan_for(**{**given, "lengths": None}).verdict.exact
+    assert plan_for(**{**given, "cut": None}).verdict.exact
     if check == "raise":
         with pytest.raises(InexactSplit, match="trimming padding changes the gradient"):
             plan_for(**given)
@@ -180,12 +192,12 @@ def test_verify_compares_trimmed_samples_too():
     model = Wide()
     for left in (False, True):
         batch = make_texts(TEXTS, left=left)
-        assert autobatch.verify(model, batch, read_step, count_tokens, lengths=length_of).exact
+        assert autobatch.verify(model, batch, read_step, count_tokens, cut=autobatch.by_length(length_of)).exact
 
     def last_position(model, batch):
         return model(batch["tokens"], batch["mask"])[:, -1].square().mean()
 
-    verdict = autobatch.verify(model, make_texts(TEXTS), last_position, lengths=length_of)
+    verdict = autobatch.verify(model, make_texts(TEXTS), last_position, cut=autobatch.by_length(length_of))
     assert not verdict.exact
     assert "trimming padding changes the gradient" in str(verdict)
     assert autobatch.verify(model, make_texts(TEXTS), last_position).exact
@@ -203,5 +215,5 @@ def test_a_model_that_needs_two_samples_is_refused():
             self.norm(self.embed(tokens)[:, 0])
             return super().forward(tokens, mask)
 
-    with pytest.raises(InvalidArgument, match="lengths= divides a batch into parts of any size, and "):
+    with pytest.raises(InvalidArgument, match=r"by_length\(\) divides a batch into parts of any size, and "):
         plan_for(model=Normed())

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import autobatch
+from autobatch import by_length
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.inference.piece import PieceRunner
 from autobatch.testing import FakeDevice, oom_at
@@ -44,9 +45,9 @@ def as_tensor(results):
 
 GIVEN = {
     "batch": (INPUTS, {}),
-    "batch by length": (INPUTS, {"lengths": [1 + row % 5 for row in range(SAMPLES)]}),
+    "batch by length": (INPUTS, {"cut": by_length([1 + row % 5 for row in range(SAMPLES)])}),
     "samples": (list(INPUTS), {}),
-    "samples by length": (list(INPUTS), {"lengths": lambda row: 1 + abs(int(row.tolist()[0] * 10))}),
+    "samples by length": (list(INPUTS), {"cut": by_length(lambda row: 1 + abs(int(row.tolist()[0] * 10)))}),
 }
 
 
@@ -220,14 +221,14 @@ def test_what_lengths_brought_forward_is_not_lost_either():
     """Results that wait for their turn when the error comes are on it."""
     lengths, got = list(range(1, SAMPLES + 1)), []
     with pytest.raises(Unreadable) as caught:
-        for result in autobatch.map(refuse(5), list(INPUTS), lengths=lengths):
+        for result in autobatch.map(refuse(5), list(INPUTS), cut=by_length(lengths)):
             got.append(result)  # noqa: PERF402 - as above
     error = caught.value
     assert (error.sample_index, got) == (5, [])
     assert sorted(error.done) == list(range(6, SAMPLES))
     assert all(torch.equal(result, 2 * INPUTS[index]) for index, result in zip(error.done, error.results, strict=True))
     with pytest.raises(Unreadable) as caught:
-        autobatch.map(refuse(5), INPUTS, lengths=lengths)
+        autobatch.map(refuse(5), INPUTS, cut=by_length(lengths))
     assert torch.equal(caught.value.results, 2 * INPUTS[caught.value.done])
     assert sorted(caught.value.done) == list(range(6, SAMPLES))
 
@@ -328,9 +329,12 @@ def test_a_function_may_not_change_the_user_s_samples(batch):
 ARRAYS = {
     "batch": (lambda rows: rows, {}),
     "in a dict": (lambda rows: {"x": rows, "y": [*rows]}, {}),
-    "in lists by length": (lambda rows: {"x": autobatch.batches.Samples([*rows])}, {"lengths": [*range(SAMPLES)]}),
+    "in lists by length": (
+        lambda rows: {"x": autobatch.batches.Samples([*rows])},
+        {"cut": by_length([*range(SAMPLES)])},
+    ),
     "samples": (list, {"collate": list}),
-    "samples by length": (list, {"collate": list, "lengths": lambda row: 1 + abs(int(row[0] * 10))}),
+    "samples by length": (list, {"collate": list, "cut": by_length(lambda row: 1 + abs(int(row[0] * 10)))}),
 }
 
 
@@ -374,9 +378,9 @@ def test_an_array_that_an_error_left_written_is_put_back():
 
 
 def test_a_copy_of_an_array_may_be_written():
-    """Rows that lengths= sorts are copies, and read-only arrays need no watch."""
+    """Rows that by_length() sorts are copies, and read-only arrays need no watch."""
     numbers = np.arange(20.0)
-    doubled = autobatch.map(lambda piece: np.multiply(piece, 2, out=piece), numbers, lengths=[1] * 20)
+    doubled = autobatch.map(lambda piece: np.multiply(piece, 2, out=piece), numbers, cut=by_length([1] * 20))
     assert np.array_equal(doubled, 2 * np.arange(20))
     numbers.flags.writeable = False
     assert np.array_equal(autobatch.map(lambda piece: piece * 2, numbers), doubled)
@@ -484,8 +488,8 @@ def test_an_iterator_that_is_left_at_the_end_of_the_program_ends_in_silence():
 )
 def test_lengths_that_are_not_one_a_sample_are_refused_before_anything_is_run(lengths, samples):
     """When ``map`` is called, and not as an error of a sample."""
-    with pytest.raises(InvalidArgument, match=r"^lengths=.* (must be a function|entries for 40 samples)"):
-        autobatch.map(lambda piece: pytest.fail("called"), samples, lengths=lengths)
+    with pytest.raises(InvalidArgument, match=r"^by_length\(.* (pass a function|lengths for 40 samples)"):
+        autobatch.map(lambda piece: pytest.fail("called"), samples, cut=by_length(lengths))
 
 
 def test_lengths_that_end_early_lose_no_sample():
@@ -497,14 +501,14 @@ def test_lengths_that_end_early_lose_no_sample():
 
     for options in ({}, {"on_result": lambda indices, result: None}):
         with pytest.raises(InvalidArgument, match="for sample 2") as caught:
-            list(autobatch.map(list, texts, lengths=find, **options))
+            list(autobatch.map(list, texts, cut=by_length(find), **options))
         assert caught.value.sample_index == 2
 
 
 def test_a_length_of_several_numbers_is_refused():
     """In words, not as an error of the tensor."""
     with pytest.raises(InvalidArgument, match="for sample 0: a length is an int"):
-        autobatch.map(torch.neg, INPUTS, lengths=torch.ones(SAMPLES, 2, dtype=torch.int))
+        autobatch.map(torch.neg, INPUTS, cut=by_length(torch.ones(SAMPLES, 2, dtype=torch.int)))
 
 
 def test_pieces_that_are_no_one_result_are_refused():
@@ -541,7 +545,7 @@ def test_masked_arrays_keep_their_masks():
     doubled = autobatch.map(lambda piece: piece * 2, given)
     assert isinstance(doubled, np.ma.MaskedArray)
     assert doubled.tolist() == (given * 2).tolist()
-    assert autobatch.map(lambda piece: piece * 2, given, lengths=[*range(20)]).tolist() == (given * 2).tolist()
+    assert autobatch.map(lambda piece: piece * 2, given, cut=by_length([*range(20)])).tolist() == (given * 2).tolist()
 
 
 SEVERAL = {

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import autobatch
+from autobatch import by_length
 from autobatch.inference import arguments, mapping
 from autobatch.testing import FakeDevice
 
@@ -230,7 +231,7 @@ def test_lengths_leave_the_order_of_results(numbers, by_function):
         return [number + 1 for number in piece]
 
     lengths = (lambda number: number) if by_function else numbers
-    results = run(longest, iter(numbers), lengths=lengths, collate=list)
+    results = run(longest, iter(numbers), cut=by_length(lengths), collate=list)
     assert list(results) == [number + 1 for number in numbers]
     assert sum(map(len, heads)) == len(numbers)
 
@@ -242,7 +243,9 @@ def test_a_batch_is_sorted_by_length_too(lengths):
     """The longest samples run first, and the result has the batch's own order."""
     seen = []
     result = run(
-        lambda piece: (seen.extend(piece[:, 0].tolist()), (piece, [1] * len(piece)))[1], INPUTS, lengths=lengths
+        lambda piece: (seen.extend(piece[:, 0].tolist()), (piece, [1] * len(piece)))[1],
+        INPUTS,
+        cut=by_length(lengths),
     )
     assert torch.equal(result[0], INPUTS)
     assert seen == sorted(seen, reverse=True)
@@ -258,7 +261,9 @@ def test_short_samples_run_in_larger_pieces():
         return net(piece).mean(1)
 
     pad = torch.nn.utils.rnn.pad_sequence
-    results = autobatch.map(embed, texts, lengths=len, collate=lambda rows: pad(rows, batch_first=True), budget="8MiB")
+    results = autobatch.map(
+        embed, texts, cut=by_length(len), collate=lambda rows: pad(rows, batch_first=True), budget="8MiB"
+    )
     assert len(list(results)) == len(texts)
     assert max(sizes[2000]) <= 16
     assert max(sizes[50]) > 200

@@ -246,7 +246,9 @@ def test_wherever_memory_ends_the_batch_is_as_it_was():
 GIVEN_FUNCTIONS = {
     "weigh": lambda change: {"weigh": lambda batch: change(batch) or len(batch["inputs"])},
     "cut": lambda change: {"cut": lambda batch, largest: change(batch) or [[*range(len(batch["inputs"]))]]},
-    "lengths": lambda change: {"lengths": lambda batch: change(batch) or (batch["inputs"] != 0).any(2).sum(1)},
+    "length_of": lambda change: {
+        "cut": autobatch.by_length(lambda batch: change(batch) or (batch["inputs"] != 0).any(2).sum(1))
+    },
 }
 
 
@@ -261,8 +263,7 @@ def ask_about(name, change):
         return F.mse_loss(model(batch["inputs"]), batch["labels"], reduction="sum")
 
     options = GIVEN_FUNCTIONS[name](lambda batch: change(batch) if changes else None)
-    fitted = {key: value for key, value in options.items() if key != "cut"}
-    plan = autobatch.fit(model, 4, batch=batch, step=step, max_micro_batch=4, check=None, **fitted)
+    plan = autobatch.fit(model, 4, batch=batch, step=step, max_micro_batch=4, check=None, **options)
     runner = autobatch.Runner(plan, model, step, None, **options)
     changes.append(True)
     return batch, runner

@@ -185,14 +185,14 @@ def test_an_error_of_the_function_comes_out_as_it_was_raised():
         runner.accumulate(make_batch(4, torch.float64))
 
 
-def test_two_answers_to_one_question_are_refused():
-    """Lengths already say which samples run together."""
+def test_a_plan_by_length_needs_its_cut():
+    """Nothing is known of equal numbers of its samples."""
     model, batch = nn.Linear(6, 4), torch.randn(4, 6)
-    lengths = autobatch.Lengths(lambda rows: [1] * len(rows), dims={})
+    lengths = autobatch.by_length(lambda rows: [1] * len(rows), dims={})
 
     def step(model, rows):
         return model(rows).square().mean()
 
-    plan = autobatch.fit(model, 4, batch=batch, step=step, lengths=lengths, check=None)
-    with pytest.raises(InvalidArgument, match="pass one of them"):
-        autobatch.Runner(plan, model, step, None, lengths=lengths, cut=lambda rows, largest: [range(len(rows))])
+    plan = autobatch.fit(model, 4, batch=batch, step=step, cut=lengths, check=None)
+    with pytest.raises(InvalidArgument, match="pass the same cut= to both"):
+        autobatch.Runner(plan, model, step, None, cut=lambda rows, largest: [range(len(rows))])

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from workloads import Plain, bits_of, differences, make_batch, mean_step
 
 import autobatch
+from autobatch.batch.lengths import ByLength
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.testing import FakeDevice, oom_at
 
@@ -83,13 +84,14 @@ def pair(x, y):
     return x, y
 
 
-def make_runner(target=16, largest=5, step=mean_step, make_example=pair, *, weigh=None, lengths=None, **options):
+def make_runner(target=16, largest=5, step=mean_step, make_example=pair, *, weigh=None, cut=None, **options):
     """A model in float64, and a Runner that cuts its batches."""
     torch.manual_seed(2)
     model = Plain(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    plan = make_plan(target, largest, step, make_example, weigh=weigh, lengths=lengths)
-    options |= {"weigh": weigh, "lengths": lengths, "device": make_device()}
+    planned = {"cut": cut} if isinstance(cut, ByLength) else {}
+    plan = make_plan(target, largest, step, make_example, weigh=weigh, **planned)
+    options |= {"weigh": weigh, "cut": cut, "device": make_device()}
     return model, optimizer, autobatch.Runner(plan, model, step, optimizer, **options)
 
 
@@ -257,7 +259,7 @@ def threes(batch, _):
 def test_samples_may_have_lengths_or_a_cut_of_the_users():
     """The division is that of one batch of the target."""
     whole = shorten(make_batch(26, torch.float64))
-    for options in ({"lengths": find_lengths}, {"cut": threes}):
+    for options in ({"cut": autobatch.by_length(find_lengths)}, {"cut": threes}):
         model, _, runner = make_runner(12, 5, sum_step, lambda x, y: shorten((x, y)), **options)
         results = [*runner.run(split(whole, [9, 9, 8]))]
         assert [sum(result.micro_batch_sizes) for result in results] == [12, 12, 2]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from workloads import bits_of, differences
 
 import autobatch
+from autobatch import by_length
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.records import Padding, SizeAtLength
 from autobatch.testing import FakeDevice, oom_at
@@ -44,7 +45,7 @@ def make_plan(side="right", sizes=SIZES):
         step=read_step,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         weigh=count_tokens,
-        lengths=length_of,
+        cut=by_length(length_of),
         max_micro_batch=2,
         check=None,
     )
@@ -57,7 +58,7 @@ def make_runner(*, plan=None, step=read_step, model=None, **options):
     torch.manual_seed(3)
     model = model or Reader()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    given = {"weigh": count_tokens, "lengths": length_of, **options}
+    given = {"weigh": count_tokens, "cut": by_length(length_of), **options}
     return autobatch.Runner(plan or make_plan(), model, step, optimizer, **given), model
 
 
@@ -157,7 +158,7 @@ class Resumable:
             read_step,
             self.optimizer,
             weigh=count_tokens,
-            lengths=length_of,
+            cut=by_length(length_of),
             device=FakeDevice(lambda n: 10 + n, total_bytes=2**50),  # more than any plan leaves free
         )
         if saved is not None:
@@ -217,9 +218,9 @@ def test_samples_in_lists_are_sorted_and_cut():
     def lengths(texts):
         return [len(text) for text in texts]
 
-    plan = autobatch.fit(model, 12, batch=batch, step=step, lengths=lengths, max_micro_batch=4)
+    plan = autobatch.fit(model, 12, batch=batch, step=step, cut=by_length(lengths), max_micro_batch=4)
     assert plan.padding == Padding()
-    runner = autobatch.Runner(plan, model, step, None, lengths=lengths)
+    runner = autobatch.Runner(plan, model, step, None, cut=by_length(lengths))
     expected = padded_gradient(model, batch, step)
     model.zero_grad()
     result = runner.accumulate(batch)
@@ -333,7 +334,7 @@ def test_a_longer_sample_than_was_tried_is_refused():
         runner.step(make_texts([25, 3]))
 
 
-CHANGED = r"lengths\(\) gives \d+ for a sample that it gave \d+ for before its padding was trimmed on the {}"
+CHANGED = r"length_of\(\) gives \d+ for a sample that it gave \d+ for before its padding was trimmed on the {}"
 
 
 def make_padded_in_part(*, left_rows=(), seed=1):
@@ -379,7 +380,7 @@ def test_a_later_batch_padded_on_the_other_side_is_refused(name, weigh):
 
 def test_what_counts_behind_what_does_not_is_not_trimmed_off():
     """Where the padding's number occurs inside a text, counting the others gives a text that is too short."""
-    runner, _ = make_runner(lengths=lambda batch: (batch["tokens"] != 0).sum(1))
+    runner, _ = make_runner(cut=by_length(lambda batch: (batch["tokens"] != 0).sum(1)))
     batch = make_texts([24, 24, 6])
     runner.step(batch)
     batch["tokens"][2, 1] = 0
@@ -412,7 +413,7 @@ def test_a_batch_of_which_nothing_is_trimmed_may_be_padded_on_either_side():
 
 def test_lengths_that_stand_in_the_batch_are_not_refused():
     """Trimming leaves them as they are."""
-    runner, model = make_runner(lengths=lambda batch: batch["lengths"])
+    runner, model = make_runner(cut=by_length(lambda batch: batch["lengths"]))
     batch = {**make_texts(seed=1), "lengths": [*LENGTHS]}
     expected = padded_gradient(model, batch)
     model.zero_grad()
@@ -428,7 +429,7 @@ def test_trimmed_lengths_are_asked_for_once_a_micro_batch():
         asked.append(len(batch["tokens"]))
         return length_of(batch)
 
-    runner, _ = make_runner(lengths=lengths)
+    runner, _ = make_runner(cut=by_length(lengths))
     for _ in range(3):
         asked.clear()
         result = runner.step(make_texts())
@@ -438,10 +439,10 @@ def test_trimmed_lengths_are_asked_for_once_a_micro_batch():
 
 def test_plan_and_runner_have_lengths_both_or_neither():
     """In words, before anything runs."""
-    with pytest.raises(InvalidArgument, match="the plan was made with lengths=, and this Runner has none"):
-        make_runner(lengths=None)
+    with pytest.raises(InvalidArgument, match=r"the plan was made with cut=by_length\(\), and this Runner has another"):
+        make_runner(cut=None)
     plan = make_plan().model_copy(update={"lengths": ()})
-    with pytest.raises(InvalidArgument, match="the plan was made without lengths="):
+    with pytest.raises(InvalidArgument, match="the plan was made without by_length"):
         make_runner(plan=plan)
 
 
@@ -454,9 +455,11 @@ def test_weights_that_count_padding_are_refused():
 
 def test_a_compiled_step_sees_few_shapes():
     """Samples are trimmed to lengths that were tried, not to every length there is."""
+    from autobatch.batch.cut import divide
     from autobatch.batch.layout import describe
-    from autobatch.batch.trimming import SortedLayout
+    from autobatch.batch.lengths import PlannedLengths
 
-    ordered = SortedLayout.of(describe(make_texts()), LENGTHS, Padding(dims=DIMS), SIZES, trims_to_edges=True)
-    lengths = {ordered.take(start, start + 1)["tokens"].shape[1] for start in range(len(LENGTHS))}
+    planned = PlannedLengths(by_length(length_of), SIZES, Padding(dims=DIMS), trims_to_edges=True)
+    [group] = planned([describe(make_texts())])
+    lengths = {part.samples()["tokens"].shape[1] for part in divide(group, 1)}
     assert lengths == {24, 12, 6}

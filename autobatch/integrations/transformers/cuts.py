@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from autobatch.batch.layout import describe, map_tensors
+from autobatch.batch.layout import describe
+from autobatch.batch.tree import map_tensors
 from autobatch.errors import InvalidArgument
 from autobatch.integrations.transformers.samples import Collated, copy_samples
 

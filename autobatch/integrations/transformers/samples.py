@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from autobatch import batches
-from autobatch.batch.layout import map_tensors
+from autobatch.batch.tree import map_tensors
 
 __all__ = ["Collated", "SampleKeeper", "collate_largest", "take_samples"]
 

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from autobatch._wrappers import state_of
-from autobatch.batch.layout import map_tensors, tensors_of
-from autobatch.batch.tree import with_fresh_containers
+from autobatch.batch.tree import map_tensors, tensors_of, with_fresh_containers
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.tracing.fake_device import DEVICE, DeviceNames, original_errors

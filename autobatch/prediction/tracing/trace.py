@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.batch.layout import Layout, map_tensors, tensors_of
-from autobatch.batch.tree import holds_registered
+from autobatch.batch.layout import Layout
+from autobatch.batch.tree import holds_registered, map_tensors, tensors_of
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.memory.device import collecting_new_objects
 from autobatch.prediction.child_process import begin_apart
