@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from autobatch._user_errors import contextmanager
 from autobatch.batch.cut import Division, Group, MicroBatch, cut_again, cut_apart
 from autobatch.batch.layout import Layout
 from autobatch.distributed.shared_step import SharedStep
@@ -149,16 +150,11 @@ class Accumulation:
         self._parameters = self.workload.parameters()
         if self.is_training and find_hooks(self._parameters):
             self.workload.check_hooks(self._hooks)
-        return self.try_twice(_COPYING, self._record)
+        return self.try_twice(_COPYING, self._record, self._parameters)
 
-    def _record(self) -> Undo:
-        return Undo(
-            self.workload.model,
-            self.device.torch_device,
-            keep=self.keep,
-            written=self.written,
-            parameters=self._parameters,
-        )
+    def _record(self, parameters: Sequence[torch.Tensor] = ()) -> Undo:
+        model, device = self.workload.model, self.device.torch_device
+        return Undo(model, device, keep=self.keep, written=self.written, parameters=parameters)
 
     def begin(
         self, batches: Sequence[Layout], largest: int, undo: Undo, shared: SharedStep | None = None

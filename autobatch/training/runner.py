@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from autobatch._arguments import as_sequence, check_switch
+from autobatch._user_errors import contextmanager
 from autobatch._wrappers import is_accumulating, unwrap_members, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.cut import CutFunction, cut_apart, cut_joined
 from autobatch.batch.layout import Layout

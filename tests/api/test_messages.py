@@ -678,8 +678,8 @@ TABLE = [
         lambda: make_runner(weigh=count_without_room).step(make_batch(16)),
         "DoesNotFit",
         (
-            "memory ended while counting with weigh() (OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 "
-            "MiB); everything is as before the step"
+            "ran out of memory while counting with weigh() (OutOfMemoryError: CUDA out of memory. Tried to allocate "
+            "20.00 MiB); the step was undone"
         ),
     ),
     (
@@ -1100,8 +1100,8 @@ def test_cannot_retry_says_that_parameters_may_have_moved():
         run_out_in_update()
     headroom = re.escape("load your last checkpoint and give fit() the optimizer and more headroom= than ")
     assert re.fullmatch(
-        r"memory ended inside the optimizer's step \(OutOfMemoryError: CUDA out of memory\. Tried to allocate 20\.00 "
-        rf"MiB\): parameters may have moved, so step 0 was not retried; {headroom}[\d.]+ [GM]iB",
+        r"ran out of memory inside the optimizer's step \(OutOfMemoryError: CUDA out of memory\. Tried to allocate "
+        rf"20\.00 MiB\): parameters may have moved, so step 0 was not retried; {headroom}[\d.]+ [GM]iB",
         str(caught.value),
     )
 
