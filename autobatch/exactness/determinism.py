@@ -32,6 +32,7 @@ _WIDER = {
     torch.float32: dict.fromkeys(_HALF, torch.float32),
     torch.float64: {**dict.fromkeys((*_HALF, torch.float32), torch.float64), torch.complex64: torch.complex128},
 }
+_DROPS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _STATEFUL = frozenset(
     ("seed", "getstate", "setstate", "get_state", "set_state", "get_bit_generator", "set_bit_generator")
 )
@@ -60,6 +61,8 @@ def deterministic(
         for module in model.modules():
             if isinstance(module, nn.RNNBase):  # its fused kernels draw where no mode sees it
                 _set(stack, module, "dropout", 0.0)
+            elif isinstance(module, _DROPS):  # attention passes its rate to a kernel
+                _set(stack, module, "p", 0.0)
         for tensor in (*parameters, *model.buffers()):
             if tensor.dtype in wider:
                 _set(stack, tensor, "data", tensor.data.to(wider[tensor.dtype]))

@@ -25,7 +25,7 @@ from autobatch.undo.containers import (
     is_same,
     record_contents,
 )
-from autobatch.undo.tensor_header import UNDISTURBED, is_uninitialized
+from autobatch.undo.tensor_header import LAZY, UNDISTURBED
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _PLAIN_CONTAINERS = frozenset((*_DICTS, list, set, deque))
@@ -68,7 +68,7 @@ class ModuleState:
                 gc.enable()
         self.modules = [held.module for held in self._held]
         buffers = {id(b): b for held in self._held for b in held.module._buffers.values() if b is not None}
-        self.buffers = [buffer for buffer in buffers.values() if not is_uninitialized(buffer) and _is_own(buffer)]
+        self.buffers = [buffer for buffer in buffers.values() if type(buffer) not in LAZY and _is_own(buffer)]
         with UNDISTURBED():
             self._headers = _Headers(self.tensors)
 
@@ -158,9 +158,9 @@ class _Headers:
     """What tensors referred to, and their flags; a list each, as a model has thousands."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        lazy = [tensor for tensor in tensors if is_uninitialized(tensor)]
+        lazy = [tensor for tensor in tensors if type(tensor) in LAZY]
         self._lazy = [(tensor, type(tensor), tensor.data) for tensor in lazy]
-        known = [tensor for tensor in tensors if not is_uninitialized(tensor)]
+        known = [tensor for tensor in tensors if type(tensor) not in LAZY]
         self._flags = [(tensor, tensor.requires_grad) for tensor in tensors]
         counted = [tensor for tensor in known if not tensor.is_inference()]
         self._plain = [tensor for tensor in counted if type(tensor) in _PLAIN_TENSORS]

@@ -27,7 +27,7 @@ _FLAGS = attrgetter("requires_grad", "is_leaf", "_backward_hooks")
 _HOOKS = itemgetter(2)
 
 UNDISTURBED = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - no public way to ask what has no shape yet
-_LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
+LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 
 
 def is_uninitialized(tensor: torch.Tensor) -> bool:
@@ -95,7 +95,7 @@ class TensorHeaders:
         return [
             alias
             for tensor, version, alias, cls in counts
-            if version >= 0 and cls not in _LAZY and not tensor.is_inference() and tensor._version != version
+            if version >= 0 and cls not in LAZY and not tensor.is_inference() and tensor._version != version
         ]
 
     def find_referring(self, storages: AbstractSet[int]) -> set[int]:

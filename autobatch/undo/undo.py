@@ -70,7 +70,7 @@ class Undo:
         self.memory: Saved = {} if written is None else written.save()
         if kept:
             self.memory |= WrittenMemory(ModuleState(kept).tensors).save()
-        self._objects = UserObjects([item for item in named if not isinstance(item, nn.Module)])
+        self._objects = UserObjects([item for item in named if not isinstance(item, nn.Module)]) if named else None
         self.gradients, self.is_released = EarlierGradients(parameters), False
 
     def watch(self, written: WrittenMemory, apart: Iterable[torch.Tensor] = ()) -> WriteRecorder:
@@ -107,7 +107,8 @@ class Undo:
         with deferred_interrupts(), ExitStack() as parts:  # an error in one of them leaves none of the others out
             parts.callback(self._generators.restore)  # last: the user's objects may draw when they are loaded
             parts.callback(self.gradients.restore)
-            parts.callback(self._objects.put_back)
+            if self._objects is not None:
+                parts.callback(self._objects.put_back)
             parts.callback(self._restore_values)
             parts.callback(self.modules.restore)
 
@@ -133,5 +134,5 @@ class Undo:
         """Drop every copy and reference that a hand-written loop would not hold."""
         self.is_released = True
         self.memory.clear()  # a recorder holds it too
-        self._buffers, self._objects, self.gradients = [], UserObjects(()), EarlierGradients(())
+        self._buffers, self._objects, self.gradients = [], None, EarlierGradients(())
         self.modules.release()
