@@ -1,11 +1,7 @@
 """Exchanges messages of a few hundred bytes among all ranks, beside the process group that trains.
 
-Covers the group on the host, one exchange, and which errors all have heard of. Does not cover lost ranks
-(``roll_call``), the messages' contents (``step_agreement``), nor gradients (``reduction``), which go through the user's
-own process group.
-
-The group is gloo's, since it lives on the host: an exchange waits for no device, and a peer whose process is gone ends
-it at once, as the kernel closes its sockets, where NCCL would wait for its timeout.
+The group is gloo's, since it lives on the host: an exchange waits for no device. A peer whose process is gone ends it
+at once, as the kernel closes its sockets. NCCL would wait for its timeout.
 """
 # ruff: noqa: SLF001 - torch has no public name for a group's timeout
 

@@ -1,8 +1,4 @@
-"""Prevents what ``DistributedDataParallel`` does by itself while the Runner trains, and sends its buffers in its stead.
-
-Covers the module inside it, what of it cannot be supported, steps in which it sums and broadcasts nothing, and one
-collective for the buffers of each dtype. Does not cover the sum of the gradients (``reduction``).
-"""
+"""Keeps ``DistributedDataParallel`` from communicating while the Runner trains, and sends its buffers instead."""
 
 # ruff: noqa: SLF001 - torch has no public name for what a DistributedDataParallel was made with
 

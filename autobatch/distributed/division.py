@@ -1,8 +1,4 @@
-"""Divides the target batch and shared memory among the ranks that fit a plan together.
-
-Covers what they exchange before and after each has searched for its own size. Does not cover the arithmetic of
-shares (``planning.shares``), nor the search.
-"""
+"""Divides the target batch and shared memory among the ranks that fit a plan together."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""Runs the passes of a sharded model in lockstep: every rank ends a forward or backward pass, or all of them drop it.
+"""Runs the passes of a sharded model in lockstep: every rank ends a forward or backward pass, or all drop it.
 
-Parameters that are sharded (``fully_shard``) are gathered inside each pass, so a rank that stopped in the middle of one
-would leave the others waiting. Here it takes part in the rest of the pass with zeros, all say how it went, and where
-memory has ended on one, all drop the pass and go on together. In a pass that nobody has seen yet they ask each other
-before each collective instead. A rank whose pass turns out to be another than the known one drops it in the same way.
-
-Covers single passes, and blocks of several that are dropped as a whole. Does not cover which micro-batches are run
-again (``training.lockstep_accumulation``).
+``fully_shard`` gathers parameters inside each pass, so a rank that stops in the middle would leave the others waiting.
+Instead it takes part in the rest of the pass with zeros. Then all say how the pass went, and if one rank ran out of
+memory, all drop the pass. In a pass that is not known yet, the ranks ask each other before each collective. A rank
+whose pass differs from the known one drops it the same way.
 """
 
 from __future__ import annotations

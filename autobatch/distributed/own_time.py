@@ -1,8 +1,4 @@
-"""Measures how long a rank works on its own in a step, without waiting for its device.
-
-Covers the time between two marks: on CUDA by events in the stream, elsewhere by the clock. Does not cover what is made
-of it (``shared_step``).
-"""
+"""Measures how long a rank works in a step without the others: by CUDA events, or by the clock."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Records the collectives of a sharded model's passes, so that a rank that fails can take part in the rest of one.
-
-Covers which they are and in which order, taking part in the rest of a pass without running it, asking before each
-collective of a pass that is not known, and noticing one that differs from what is known. Does not cover who asks, nor
-what the ranks say (``lockstep``).
-"""
+"""Records the collectives of a sharded model's passes, so that a rank that fails can take part in the rest of one."""
 # ruff: noqa: SLF001 - torch has no public name for the collectives that a module uses now
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Finds the ranks over which a model is parallel, and makes calls such as ``fit`` succeed or fail on all of them.
-
-Covers which ranks these are, what must be the same on all of them, and blocks that every rank does or none. Does not
-cover training steps (``shared_step``).
-"""
+"""Finds the ranks over which a model is parallel, and makes calls such as ``fit`` succeed or fail on all of them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Sums gradients over ranks, once a step, through buckets that were made before.
 
-Covers what is summed and in which order, and that every rank takes part to the end whatever fails on it: one that
-stopped half-way would leave the others inside a collective. Does not cover when (``shared_step``).
-
-A gradient in bfloat16 or float16 is summed in float32: one rank may hold a float32 sum of many micro-batches where
-another holds the gradient of a single one.
+Every rank takes part to the end, whatever fails on it: one that stops would leave the others inside a collective. A
+gradient in bfloat16 or float16 is summed in float32, since another rank may hold a float32 sum of many micro-batches.
 """
 
 from __future__ import annotations

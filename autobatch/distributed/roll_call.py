@@ -1,8 +1,6 @@
-"""Finds out which ranks are lost after a collective broke off, so that every rank says the same of it.
+"""Finds out which ranks are lost after a collective broke off, so that every rank names the same ones.
 
-Covers whose process has ended (on Linux, by ``/proc``; of a rank on another machine nothing is known), who does not
-answer in the store, and the one text that all take. Does not cover when to ask (``channel``), nor whether a rank is
-making progress.
+A process has ended if ``/proc`` says so (Linux, same machine), or if its rank does not answer in the store.
 """
 
 # ruff: noqa: SLF001 - torch has no public name for its default store

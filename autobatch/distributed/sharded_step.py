@@ -1,7 +1,4 @@
-"""Synchronizes one step over the ranks where parameters are sharded: totals, loss, clipping and update.
-
-Covers the totals, the loss of all ranks, clipping and the update. Does not cover the passes (``lockstep``).
-"""
+"""Synchronizes one step over the ranks if parameters are sharded: totals, loss, clipping and update."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Finds what ``fully_shard`` (FSDP2) gathers and scatters by itself, and cleans up after a pass that broke off.
-
-Covers these modules, their parameters and the divisor of gradients. Does not cover what cannot be supported
-(``sharding_limits``), their collectives (``pass_record``) nor how ranks end a pass together (``lockstep``).
-"""
+"""Finds what ``fully_shard`` (FSDP2) gathers and scatters, and cleans up after a pass that broke off."""
 # ruff: noqa: SLF001 - torch has no public name for what fully_shard was given
 
 from __future__ import annotations

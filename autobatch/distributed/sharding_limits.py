@@ -1,8 +1,4 @@
-"""Refuses models and settings of ``fully_shard`` whose passes the ranks could not end together, and says what to use.
-
-Covers what a model is before training, and settings that may change between two steps. Does not cover what
-``fully_shard`` does (``sharding``).
-"""
+"""Refuses models and settings of ``fully_shard`` whose passes the ranks could not end together."""
 # ruff: noqa: SLF001 - torch has no public name for what fully_shard was given
 
 from __future__ import annotations

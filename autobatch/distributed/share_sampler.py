@@ -1,8 +1,7 @@
-"""Gives each rank its share of the target batches of one process, and begins an epoch where it was left.
+"""Gives each rank its share of the target batches of one process, and resumes in the middle of an epoch.
 
-Covers map-style datasets, as the ``batch_sampler`` of a ``DataLoader``. Ranks say nothing to each other: each computes
-the same order from the seed and the epoch. Does not cover iterable datasets, nor how large the shares are
-(``planning.shares``).
+It is the ``batch_sampler`` of a ``DataLoader`` over a map-style dataset. Each rank computes the same order from the
+seed and the epoch, so the ranks send nothing.
 """
 
 from __future__ import annotations

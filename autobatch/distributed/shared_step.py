@@ -1,8 +1,4 @@
-"""Synchronizes one step over the ranks: the totals of all, the sum of all gradients, and one moment to update.
-
-Covers what the accumulation asks of other ranks. Does not cover how they meet (``step_agreement``), nor how tensors are
-summed (``reduction``).
-"""
+"""Synchronizes one step over the ranks: the totals of all, the sum of all gradients, and one moment to update."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Lets all ranks try the same sizes where parameters are sharded, with one outcome of each trial for all.
+"""Lets all ranks try the same sizes if parameters are sharded, with one outcome of each trial for all.
 
-Covers blocks that end for all where memory ends on one, and the worst of what the ranks have measured. Without sharded
-parameters a rank tries sizes alone, and nothing here does anything. Does not cover the search.
+Without sharded parameters a rank tries sizes alone, and nothing here does anything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Makes the ranks of one step succeed or fail together: each says where it is, and hears whether another has failed.
+"""Makes the ranks of one step succeed or fail together.
 
-Covers the places where they meet, and what each rank raises where one of them cannot go on: that one takes part in the
-next place with its reason, so all of them stop and nobody waits. Does not cover what else is said there
-(``shared_step``, ``lockstep``).
+They meet at fixed places. A rank that fails takes part in the next meeting with its reason, so all ranks stop and none
+waits.
 """
 
 from __future__ import annotations

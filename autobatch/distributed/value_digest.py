@@ -1,8 +1,4 @@
-"""Says in a few characters what tensors hold, so that ranks can compare it.
-
-Covers dense and sparse tensors of any dtype: two ranks get the same text where theirs are equal bit for bit, whatever
-devices they have. Does not cover which tensors have to be equal.
-"""
+"""Writes in a few characters what tensors hold, so that ranks can compare it bit for bit."""
 
 from __future__ import annotations
 

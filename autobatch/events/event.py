@@ -1,8 +1,4 @@
-"""Defines ``Event`` and ``Hook``, logs each event and calls the hooks.
-
-Covers one log line per event on logger ``autobatch``. Does not cover which events exist (``fit_events``,
-``runner_events``).
-"""
+"""Defines ``Event`` and ``Hook``, logs each event in one line and calls the hooks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Defines what every rank says of itself at the end of a step, and names the slowest.
-
-Covers one step. Does not cover a whole run (``run_history``), nor how ranks say it (``distributed.shared_step``).
-"""
+"""Defines what every rank reports at the end of a step, and names the slowest."""
 
 from __future__ import annotations
 

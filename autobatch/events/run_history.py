@@ -1,7 +1,4 @@
-"""Defines ``Run``: how a plan's steps went, when memory was short, what each rank did, how it ended.
-
-Covers records without any data of the user's. Does not cover storing (``ledger``) or showing (``report``) them.
-"""
+"""Defines ``Run``: how a plan's steps went, when memory was short, what each rank did, how it ended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Defines the events of a ``Runner`` and their log lines: its steps, and what changed or went wrong in them.
-
-Covers a step's numbers as trackers show them, too. Does not cover when events happen (``training``).
-"""
+"""Defines the events of a ``Runner`` and their log lines, with a step's numbers for trackers."""
 
 from __future__ import annotations
 

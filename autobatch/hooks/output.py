@@ -1,7 +1,6 @@
-"""Makes hooks that write events to a file as JSON or to stderr as text, and that write torch's memory snapshots.
+"""Makes hooks that write events to a file as JSON or to stderr as text, and torch's memory snapshots.
 
-Covers lines that stay whole when a run is killed or a progress bar of tqdm is shown. Does not cover rich's bars: its
-``Console.print`` can be given as ``write``.
+Lines stay whole if a run is killed or if tqdm shows a bar. For rich, pass its ``Console.print`` as ``write``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Sends the numbers of events to TensorBoard, Weights & Biases, MLflow and Prometheus.
-
-Covers which events have numbers, and one hook for each tracker. Does not cover making a writer or a run, nor serving
-Prometheus' metrics: that is the user's.
-"""
+"""Sends the numbers of events to TensorBoard, Weights & Biases, MLflow and Prometheus."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 ``loss.backward()`` runs 300 operations of Python before torch's engine begins: it looks for several losses, nested
 tensors, subclasses and shapes (``torch/autograd/__init__.py``). That takes 34 us a micro-batch, a third of all that a
-Runner added to a step (torch 2.13, 2 CPU cores). So the engine is called as that function calls it, where
-``can_begin_in_engine`` allows it. Does not cover losses that are multiplied first (``training.accumulation``).
+Runner added to a step (torch 2.13, 2 CPU cores). So the engine is called as that function calls it, if
+``can_begin_in_engine`` allows it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Defines the base class of our dispatch modes: active in one thread, with no effect on any other.
-
-Covers also how a mode calls an operator, such that its writes are counted as without one.
-"""
+"""Defines the base class of our dispatch modes: active in one thread, with no effect on any other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Finds the storages behind a tensor of any layout, which ``memory.cpu`` counts and ``state`` copies.
-
-Covers also whether a tensor fills its part of one without gaps.
-"""
+"""Finds the storages behind a tensor of any layout, which ``memory.cpu`` counts and ``undo`` copies."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Makes what runs a plan's steps out of what a Runner was given: the accumulation, the update, the first size.
-
-Covers scaling of losses, and what has to be the same on each rank. Does not cover checks of single arguments
-(``optimizer_step``, ``step_errors``) nor running a step (``runner``).
-"""
+"""Makes the accumulation and the first size of a Runner, and describes what must be equal on each rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Runs a backward function of the user's own, such as a framework's, and refuses one that makes another gradient.
+"""Runs ``Runner(backward=)``, such as a framework's, and refuses one that makes another gradient.
 
-Covers that it is called for the loss once, that gradients arrive in parameters, and that what it multiplies the loss by
-is taken out again. Does not cover what it does beside that: a hook that it calls, or an error that it raises, is as in
-``loss.backward()``.
+It must be called once with the loss, gradients must arrive in parameters, and a factor on the loss must be taken out
+again.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Divides each micro-batch's losses by the step's totals, known before or corrected once at the end.
 
 The rule of exactness: each term of a step's loss is (sum of losses over all micro-batches) / (sum of counts). No factor
-1/K appears anywhere. Does not cover running micro-batches (``accumulation``).
+1/K appears anywhere.
 
-Where ``weigh`` or the number of samples gives the counts, all totals are known before the first backward pass, and each
-term has its own. Where only the step's own ``Mean`` or ``Sum`` states them, the total is not known until the last
-micro-batch: then losses are divided by a power of two near it, which rounds nothing, and the gradients are multiplied
-by power / total once, before the update. That works for one denominator only, since gradients of different terms cannot
-be separated once they are added.
-
-A ``Part`` was divided by the whole step's count before it came here, and is added as it is.
-
-The same is done where losses are bfloat16 or float16 and have one denominator: their gradients would round the factor.
+1. ``weigh`` or the number of samples gives all totals before the first backward pass, one for each term.
+2. If only the step's own ``Mean`` or ``Sum`` states counts, the total is known after the last micro-batch. Losses are
+   divided by a power of two near it, which rounds nothing. Before the update the gradients are multiplied by
+   power / total. This needs one denominator for all terms, as their gradients cannot be separated once they are added.
+3. Losses in bfloat16 or float16 with one denominator go the same way: their gradients would round the factor.
+4. A ``Part`` was divided by the whole step's count already, so it is added unchanged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Runs a backward pass with zeros from a model's outputs, for a micro-batch that counts for nothing on this rank.
 
-Covers which outputs these are and the pass itself. Zeros flow from what the model has returned and not from the loss:
-one whose labels are all ignored is nan, and so is its gradient times 0. Does not cover when that is needed
-(``lockstep_accumulation``).
+Zeros flow from the model's outputs, not from the loss. A loss whose labels are all ignored is nan, and nan times 0 is
+nan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Makes the update: one optimizer step on a finished gradient.
 
-Covers what precedes it and can be undone (free memory, optimizer state, unscaling, clipping), and the step itself,
-which cannot: once it has begun, parameters may have moved. Does not cover the gradient (``accumulation``).
+1. ``prepare`` does what may fail and can be undone: optimizer state, unscaling, clipping.
+2. ``cancel`` undoes it.
+3. ``apply`` steps optimizers, scaler and schedulers. Once it has begun, parameters may have moved.
 """
 
 from __future__ import annotations

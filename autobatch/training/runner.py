@@ -1,8 +1,15 @@
-"""Applies a plan, step after step.
+"""Applies a plan, step after step. ``_run_step`` tells the story of one step.
 
-Covers one optimizer step on a batch of any size: the accumulation, the next size after a failed one, the update and
-the events. Exact gradients are the matter of ``accumulation``, sizes over time that of ``planning.pacing``, what
-several ranks agree on that of ``distributed``.
+1. Record everything that the step may change.
+2. Cut the batch into micro-batches; run forward and backward of each.
+3. If memory runs out, restore the record, choose a smaller size, and go back to 2 with all samples.
+4. Make the gradient that of the whole batch, and of all ranks.
+5. Prepare the update: the last part that can fail.
+6. Commit: drop the record. Nothing is undone from here on.
+7. Step the optimizer, once.
+
+Invariants, asserted by the tests: the gradient is the whole batch's; a retried step equals, bit for bit, a step in its
+final micro-batches; a step that raises before the commit has changed nothing; the optimizer steps once or never.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Defines ``RunnerState``: what a Runner has learnt and what decides the sizes of its next steps, to be saved.
+"""Defines ``RunnerState``: what decides the sizes of a Runner's next steps, to be saved and loaded.
 
-Covers its form and whether it belongs to a plan. Does not cover parameters, optimizers, schedulers, scalers, generators
-and objects of the user's: their own ``state_dict()`` has them.
+Parameters, optimizers, schedulers, scalers, generators and the user's objects have their own ``state_dict()``.
 """
 
 from __future__ import annotations

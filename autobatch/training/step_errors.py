@@ -1,7 +1,4 @@
-"""Writes what a runner says of a plan that does not suit it, or of a step that does not fit.
-
-Does not cover errors of the batch (``micro_batches``), of the step function (``step``) or of the search (``report``).
-"""
+"""Checks a Runner's plan, and writes the errors of a step that does not fit."""
 
 from __future__ import annotations
 

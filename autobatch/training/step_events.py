@@ -1,7 +1,4 @@
-"""Emits the events of training to the log, the user's hooks and the ledger.
-
-Does not cover their texts (``events``) nor the numbers in them (``runner``).
-"""
+"""Emits the events of training to the log, the user's hooks and the ledger."""
 
 from __future__ import annotations
 

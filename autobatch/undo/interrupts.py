@@ -1,8 +1,7 @@
-"""Holds back Ctrl-C, and other signals whose handlers may raise, while other ranks wait for this one.
+"""Defers signals whose Python handlers may raise, such as Ctrl-C, to the end of a block.
 
-Covers Python's handlers in the main thread, elsewhere none is called: that of SIGINT, a DataLoader's of SIGCHLD, which
-raises when a worker was killed, and the user's, such as one that ends the process in order on SIGTERM. Does not cover
-signals that end the process.
+Only the main thread calls such handlers: those of SIGINT, of a DataLoader's SIGCHLD, and of the user. A signal that
+ends the process is not deferred.
 """
 
 from __future__ import annotations

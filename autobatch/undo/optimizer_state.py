@@ -1,8 +1,7 @@
 """Makes an optimizer's state before its first step instead of inside it.
 
-Covers torch's own optimizers that make their state with the first gradients: an out-of-memory error is then raised
-where the step can still be undone, and not between half-made entries. Does not cover other optimizers, nor SGD's
-momentum, which is a copy of the first gradient and so made by the step itself; for these only free memory is checked.
+Then an out-of-memory error comes while the step can still be undone. Torch's own optimizers make their state with the
+first gradients. SGD's momentum is a copy of the first gradient, so SGD makes it in the step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs one ``fit`` or ``verify`` at a time in a process; a second one waits in its thread.
 
-Covers what belongs to the whole process and is put back at the end: the default random generators, torch's settings of
-precision, ``torch.autocast``, and a device's peak. Does not cover a runner's steps, which run beside each other.
+Both change settings of the whole process and restore them: default random generators, precision, a device's peak.
+Runners need no lock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reads and restores attributes in ``__slots__``, which are in no ``__dict__``.
-
-Covers the slots of an object's class and of its bases. Does not cover which objects are recorded (``containers``).
-"""
+"""Reads and restores attributes in ``__slots__`` of a class and its bases, which are in no ``__dict__``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Keeps sparse gradients as small as what they hold: ``nn.Embedding(sparse=True)`` and its like.
+"""Keeps sparse gradients small, such as those of ``nn.Embedding(sparse=True)``.
 
-Covers adding up equal rows after each micro-batch, and how large such a gradient may become over a whole step. torch
-appends each micro-batch's rows to those that are there (``accumulateGrad`` in
-torch/csrc/autograd/functions/accumulate_grad.h), so without it a step of many micro-batches ends with a gradient of
-every row that was ever looked up, once for each time. Does not cover dense gradients.
+torch appends each micro-batch's rows to the earlier ones (``accumulateGrad`` in
+torch/csrc/autograd/functions/accumulate_grad.h). So equal rows are added up after each micro-batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Copies values of tensors, and restores them bit for bit.
+"""Copies whole storages, and restores them bit for bit.
 
-Covers whole storages: views, tied tensors and overlapping strides (``expand``) are then right by construction, and so
-is every dtype, payloads of NaN included. Does not cover which tensors belong to a model or an optimizer
-(``training_state``), meta tensors (they have no values) and opaque ones (oneDNN's own layout).
+Views, tied tensors, overlapping strides and payloads of NaN are then right by construction. Meta tensors and opaque
+ones (oneDNN's own layout) have no storage to copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Records what tensor objects refer to and their flags, and restores them; values are copied elsewhere.
 
-Covers the memory that a tensor points to (``.data = ...``, ``resize_``, ``half()``), its class (a lazy module's
-parameter becomes an ordinary one in its first forward pass), attributes that were set on it, ``requires_grad``, a graph
-that it was made part of in place, and gradient hooks. Does not cover ``.grad``.
+That is a tensor's memory (``.data = ...``, ``resize_``, ``half()``), its class, its attributes, ``requires_grad``, its
+graph and its gradient hooks. ``.grad`` is recorded elsewhere.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Records everything a training step may change, before trials, and restores it after them.
+"""Records everything that trials may change, and restores it after them.
 
-Covers, for a model and its optimizer: values of parameters, gradients, buffers (non-persistent too), tensor attributes
-and optimizer state; the memory each tensor points to (``.data = ...``, ``resize_``, ``half()``); which objects are
-referenced (``.grad``, optimizer state entries, hooks of modules and tensors, train/eval flags, counters and containers
-in attributes); ``requires_grad``; and the random generators. Of other modules and tensors that the step can reach, such
-as a teacher, the same except values; and the values of any tensor that is written into while ``record`` is active.
-Does not cover what the step changes elsewhere: inside the user's own objects and NumPy arrays, generators the user
-made, files, a dataset's position.
+Of a model and its optimizer these are values of parameters and buffers, gradients, optimizer state, containers and
+flags in attributes, hooks, the memory that each tensor refers to, and random generators. Modules and tensors outside,
+such as a teacher, are recorded without values; a value is copied before the first write into it while ``record`` is
+active. The user's own objects, generators and files are not restored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Copies objects that the user has named because a step changes them: ``Runner(keep=[...])``.
+"""Copies the objects in ``Runner(keep=[...])``, which a step changes, and restores them.
 
-Covers objects with ``take()`` and ``put(taken)``, or with ``state_dict()`` and ``load_state_dict(state)``; tensors;
-dicts, lists, sets, deques, arrays, generators and dataclasses, with the tensors in them. Modules, such as a metric or a
-teacher, are recorded as the model is (``module_state``), not here.
+An object has ``take()`` and ``put(taken)``, or ``state_dict()`` and ``load_state_dict(state)``, or is a tensor, a
+container, an array, a generator or a dataclass. Modules are recorded as the model is (``module_state``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Copies the values of NumPy arrays and of random generator objects, and restores them.
-
-Covers torch's, Python's and NumPy's generator objects. Does not cover tensors (``storage_copy``), nor the global
-generators (``random_state``).
-"""
+"""Copies the values of NumPy arrays and of random generator objects (torch, Python, NumPy), and restores them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Finds the memory that a step writes into, and copies what was there before.
+"""Finds the memory that a step writes into, and copies it before the first write.
 
-Covers writes through torch's operators into any tensor that was there before the micro-batch: a key encoder that
-follows another in ``forward()``, a memory bank, a teacher that the step itself updates. Nothing has to be known of them
-beforehand: while a step is recorded, each storage is copied right before the first write into it; from then on it is
-known, and copied when a rewind point is made. Does not cover gradients, nor buffers, of which copies are made in any
-case; nor writes that torch does not see (NumPy, kernels of one's own).
+Examples are a key encoder that follows another in ``forward()``, a memory bank, or a teacher that the step updates.
+While a step is watched, each storage is copied right before the first write. From then on each step begins with a copy
+of it. Writes without torch's operators are not seen (NumPy, other kernels).
 
-Recording costs about 10 us an operator, so it is done for a few steps only; later ones are watched by torch's own
-counts of writes (``Tensor._version``), which miss those through ``.data``.
+Watching costs about 10 us an operator, so it is done in few steps. In others torch counts writes
+(``Tensor._version``), except those through ``.data``.
 """
 
 from __future__ import annotations
