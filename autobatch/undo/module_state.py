@@ -162,10 +162,10 @@ class _Headers:
         self._lazy = [(tensor, type(tensor), tensor.data) for tensor in lazy]
         known = [tensor for tensor in tensors if type(tensor) not in LAZY]
         self._flags = [(tensor, tensor.requires_grad) for tensor in tensors]
-        counted = [tensor for tensor in known if not tensor.is_inference()]
-        self._plain = [tensor for tensor in counted if type(tensor) in _PLAIN_TENSORS]
-        self._aliases = [tensor.data for tensor in self._plain]  # another tensor of the same memory
-        self._versions = [tensor._version for tensor in self._plain]
+        self._counted = [tensor for tensor in known if not tensor.is_inference()]
+        # Another tensor of the same memory; of a subclass the tensor itself, as its ``.data`` may be anything.
+        self._aliases = [tensor.data if type(tensor) in _PLAIN_TENSORS else tensor for tensor in self._counted]
+        self._versions = [tensor._version for tensor in self._counted]
         self._attributes = [(tensor, vars(tensor).copy()) for tensor in tensors if vars(tensor)]
         self._bare = [tensor for tensor in tensors if not vars(tensor)]
         # By value: the handle of a hook refers to the table, so the table stays the same object.
@@ -177,10 +177,8 @@ class _Headers:
 
     def find_written(self) -> list[torch.Tensor]:
         """Aliases of tensors that were written into."""
-        if [tensor._version for tensor in self._plain] == self._versions:
-            return []
-        counted = zip(self._plain, self._aliases, self._versions, strict=True)
-        return [alias for tensor, alias, version in counted if tensor._version != version]
+        counted = zip(self._counted, self._aliases, self._versions, strict=True)
+        return [a for tensor, a, version in counted if not tensor.is_inference() and tensor._version != version]
 
     def restore(self) -> None:
         for tensor, kind, alias in self._lazy:
@@ -195,8 +193,8 @@ class _Headers:
             hooks = tensor._backward_hooks  # noqa: SLF001 - no public way
             if hooks is not None:
                 _put_entries(hooks, self._hooks.get(id(tensor), {}))
-        for tensor, alias in zip(self._plain, self._aliases, strict=True):
-            if storage_key(tensor) != storage_key(alias):
+        for tensor, alias in zip(self._counted, self._aliases, strict=True):
+            if alias is not tensor and storage_key(tensor) != storage_key(alias):
                 tensor.data = alias
         for tensor, attributes in (*self._attributes, *((tensor, {}) for tensor in self._bare)):
             _put_entries(vars(tensor), attributes)
