@@ -423,12 +423,7 @@ class StepRunner:
                 shared.begin()
             layouts = self._describe([*batches], update=update, is_cut=is_cut)
             with self._limit_memory(layouts):
-                try:
-                    done = self._run_step(layouts, shared, update=update)
-                except Exception as error:
-                    if not self._needs_two_samples(error):
-                        raise
-                    done = self._run_step(layouts, shared, update=update)
+                done = self._run_allowed(layouts, shared, update=update)
             ranks = () if shared is None else self._end(shared, done)
             step, self.steps = self.steps, self.steps + (done is not None)
         except BaseException as error:
@@ -445,6 +440,17 @@ class StepRunner:
         if done is None:
             return self._skip(layouts, started)
         return self._report(step, done, shared, ranks, started, update=update)
+
+    def _run_allowed(
+        self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
+    ) -> AccumulationState | None:
+        """Run a step; if the model refuses a micro-batch of one sample, run it again without such."""
+        try:
+            return self._run_step(layouts, shared, update=update)
+        except Exception as error:
+            if not self._needs_two_samples(error):
+                raise
+        return self._run_step(layouts, shared, update=update)  # only now has the traceback let go of tensors
 
     def _run_step(
         self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
