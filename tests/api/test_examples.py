@@ -24,7 +24,6 @@ from autobatch.batch.layout import describe
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation
-from autobatch.training.accumulation_state import Shortage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -186,11 +185,6 @@ def gpt() -> ModuleType:
     return module
 
 
-def never(shortage: Shortage) -> int:
-    """There is memory enough here."""
-    raise AssertionError(shortage)
-
-
 def test_text_tells_the_next_byte_from_those_before(gpt: ModuleType) -> None:
     """A byte that comes later, padding included, changes nothing of what is said before it."""
     model = gpt.build_model()[0]
@@ -205,7 +199,5 @@ def test_text_is_exact_because_it_is_weighed(gpt: ModuleType, weighed: bool) -> 
     model = gpt.build_model()[0].double()
     batch = gpt.collate([torch.randint(gpt.VOCABULARY, (length,)) for length in (200, 50, 60, 70, 190)])
     expected = full_batch_gradient(model, gpt.step, batch)
-    Accumulation(Workload(model, gpt.step, gpt.weigh if weighed else None), CpuDevice(), never).run(
-        [describe(batch)], 2
-    )
+    Accumulation(Workload(model, gpt.step, gpt.weigh if weighed else None), CpuDevice()).run([describe(batch)], 2)
     assert (relative_error(gradients_of(model), expected) <= 1e-12) == weighed
