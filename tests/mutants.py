@@ -1001,13 +1001,6 @@ MUTANTS = (
         ("tests/undo/test_gradient_hooks.py",),
     ),
     Mutant(
-        "attributes of parameters are held until the next step",
-        "autobatch/undo/tensor_header.py",
-        "        self._aliases, self._held, self._flags, self._hooks = [], [], [], []",
-        "        self._aliases = []",
-        LIFETIME_TESTS,
-    ),
-    Mutant(
         "an optimizer's state is counted instead of looked at",
         "autobatch/undo/optimizer_state.py",
         "    if len(held) == len(state) and all(map(is_, held, state)):",
@@ -1020,13 +1013,6 @@ MUTANTS = (
         "    if len(counts) != 1 or 0 in counts:\n",
         "    if len(counts - {0}) != 1:\n",
         ("tests/batch/test_tree_spec.py",),
-    ),
-    Mutant(
-        "tensors that were swapped are taken for the ones before",
-        "autobatch/undo/tensor_header.py",
-        "        if [*map(type, tensors)] != self._classes or not all(map(is_, map(vars, tensors), self._attributes)):",
-        "        if False:",
-        IN_PLACE_TESTS,
     ),
     Mutant(
         "a guard removes another thread's",

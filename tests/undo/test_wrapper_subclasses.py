@@ -188,6 +188,7 @@ def test_a_trained_one_is_put_back_or_refused_by_name(kind: type, call: str) -> 
     assert torch.equal(held, before)
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize("place", ["parameter", "buffer"])
 def test_a_frozen_one_is_predicted_as_a_plain_tensor_of_its_shape(place: str) -> None:
     """Of another class's memory a trace knows nothing; one that flattens is named."""
