@@ -141,8 +141,8 @@ MUTANTS = (
     Mutant(
         "attributes stay as a failed attempt left them",
         "autobatch/undo/module_state.py",
-        "            _put_entries(vars(module), attributes)\n        for container in self._empty",
-        "            _is_equal(vars(module), attributes)\n        for container in self._empty",
+        "            _put_entries(vars(module), attributes)\n        copied",
+        "            _is_equal(vars(module), attributes)\n        copied",
         MOVING_TESTS,
     ),
     Mutant(

@@ -29,6 +29,8 @@ from autobatch.undo.tensor_header import LAZY, UNDISTURBED
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _PLAIN_CONTAINERS = frozenset((*_DICTS, list, set, deque))
+_SIMPLE = frozenset((bool, int, float, str, type(None)))
+_TABLES = frozenset((dict, OrderedDict, set))
 _PLAIN, _MODULE, _TENSOR = Kind.PLAIN, Kind.MODULE, Kind.TENSOR
 _PLAIN_TENSORS = frozenset((torch.Tensor, nn.Parameter))
 
@@ -80,7 +82,8 @@ class ModuleState:
             seen.add(id(module))
             attributes = vars(module).copy()
             first_content, first_tensor = len(self._contents), len(self.tensors)
-            level = [*attributes.values()]
+            # Most attributes are flags and tables that are empty: those that were not copied are cleared again.
+            level = [v for v in attributes.values() if type(v) not in _SIMPLE and (type(v) not in _TABLES or v)]
             for value in level:  # grows, too
                 found = type(value)
                 if found in _PLAIN_CONTAINERS and not value:
@@ -111,8 +114,10 @@ class ModuleState:
             if type(module) is not kind:  # a lazy module has become an ordinary one
                 module.__class__ = kind
             _put_entries(vars(module), attributes)
-        for container in self._empty:
-            if container:
+        copied = {id(container) for container, _ in self._entries}
+        tables = [v for held in self._held for v in held.attributes.values() if type(v) in _TABLES]
+        for container in (*self._empty, *tables):
+            if container and id(container) not in copied:
                 container.clear()
         for container, copy in self._entries:
             _put_entries(container, copy)
@@ -128,7 +133,9 @@ class ModuleState:
     def find_changed(self) -> list[nn.Module]:
         """Modules whose class, attributes or containers changed; tensors are not looked at."""
         changed = {id(container) for container, copy in self._entries if not _is_equal(container, copy)}
-        changed |= {id(container) for container in self._empty if container}
+        copied = {id(container) for container, _ in self._entries}
+        tables = [v for held in self._held for v in held.attributes.values() if type(v) in _TABLES]
+        changed |= {id(container) for container in (*self._empty, *tables) if container and id(container) not in copied}
 
         def is_current(held: _Held) -> bool:
             return (
