@@ -169,8 +169,8 @@ MUTANTS = (
     Mutant(
         "a step that wrote into memory of which there is no copy is run again",
         ACCUMULATION,
-        "        if reason:\n            raise CannotRetry(",
-        "        if not reason:\n            raise CannotRetry(",
+        "        if lost:\n            self.written.add(lost)\n            shape",
+        "        if lost and not reason:\n            self.written.add(lost)\n            shape",
         MOVING_TESTS,
     ),
     Mutant(

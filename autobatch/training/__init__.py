@@ -1,1 +1,1 @@
-"""Trains by a plan: runs each step as a transaction, makes the update, and reports both as events."""
+"""Trains by a plan: runs each step as a whole or not at all, makes the update, and reports both as events."""

@@ -233,7 +233,7 @@ class Accumulation:
         self.leaves_are_known = False  # what the step trains by now, the next attempt would train twice
         self.watched = max(self.watched, 1)
         progress.watch.refuse_writes(undo.memory, stays=not self.owns_batches)
-        self.learn(undo, reason)
+        self.refuse_lost(undo, reason)
         failed = progress.fail()
         return Shortage(
             failed_size=failed.size,
@@ -337,22 +337,20 @@ class Accumulation:
         undo.gradients.add()
         self.counted_per_sample = progress.counted_per_sample if progress.counted else 0.0
 
-    def learn(self, undo: Undo, reason: str = "") -> None:
-        """Note memory that the step wrote into and that was not copied; the next record copies it.
+    def refuse_lost(self, undo: Undo, reason: str) -> None:
+        """Refuse to run a step again that wrote into memory of which there is no copy; the next record copies it.
 
         Args:
             undo: The record of the step.
-            reason: Why memory ran out; empty where the step is not run again.
+            reason: Why memory ran out.
 
         Raises:
-            CannotRetry: There is such memory, and the step was to be run again.
+            CannotRetry: The step did.
         """
         lost = undo.find_lost()
-        if not lost:
-            return
-        self.written.add(lost)
-        shape = tuple(lost[0].shape)
-        if reason:
+        if lost:
+            self.written.add(lost)
+            shape = tuple(lost[0].shape)
             raise CannotRetry(
                 f"ran out of memory ({reason}) after step() wrote for the first time into a tensor of shape {shape}; "
                 f"there was no copy: it keeps what was written, all else was restored; load your last checkpoint"

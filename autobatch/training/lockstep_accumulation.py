@@ -123,7 +123,7 @@ class LockstepAccumulation(Accumulation):
         if shortage is not None:
             return shortage
         self.leaves_are_known = False  # what the step trains by now, the next attempt would train twice
-        self.learn(undo, reason)
+        self.refuse_lost(undo, reason)
         if progress.todo and "short" in self._lockstep.causes:
             progress.fail()
         else:
@@ -220,7 +220,7 @@ class LockstepAccumulation(Accumulation):
             return None
         finally:
             self._runs_spare = False
-        self.learn(undo, reason)
+        self.refuse_lost(undo, reason)
         progress.restart()
         return Shortage(failed_size=self.smallest, reason=reason, least_size=self.smallest)
 

@@ -1,7 +1,7 @@
-"""Lets Lightning make the update of a step inside the Runner's transaction.
+"""Lets Lightning make the update of a step.
 
-Covers what Lightning does before the parameters move (hooks, unscaling, clipping), which is undone where memory ends in
-it, and the optimizer's step after it, which is not. Does not cover the gradient, which is ``Runner``'s.
+What Lightning does before the parameters move (hooks, unscaling, clipping) is undone if memory runs out in it. The
+optimizer's step after it is not.
 """
 
 from __future__ import annotations
