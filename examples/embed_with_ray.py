@@ -1,7 +1,4 @@
-"""Embeddings of a corpus in Ray Data, whose actors find their own sizes: python examples/embed_with_ray.py.
-
-The corpus is the functions of Python's standard library; the model has random weights.
-"""
+"""Embed the functions of Python's library with Ray Data and random weights: python examples/embed_with_ray.py."""
 
 import ast
 import pathlib
@@ -29,15 +26,12 @@ class Embedder:
     def __call__(self, block: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """What Ray calls with each block."""
         texts = [text.encode() for text in block["item"]]
-        return {
-            "vector": torch.stack(
-                list(autobatch.map(self.embed, texts, cut=autobatch.by_length(len), budget="16MiB"))
-            ).numpy()
-        }
+        vectors = autobatch.map(self.embed, texts, cut=autobatch.by_length(len), budget="16MiB")
+        return {"vector": torch.stack(list(vectors)).numpy()}
 
 
-sources = [path.read_text("utf-8", "replace") for path in pathlib.Path(ast.__file__).parent.glob("*.py")]
-found = [node for source in sources for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+modules = [ast.parse(path.read_bytes()) for path in pathlib.Path(ast.__file__).parent.glob("*.py")]
+found = [node for module in modules for node in module.body if isinstance(node, ast.FunctionDef)]
 ray.init(include_dashboard=False, num_cpus=2)
 data = ray.data.from_items([ast.unparse(node)[:256] for node in found], override_num_blocks=4)
 rows = data.map_batches(Embedder, batch_size=None, concurrency=1).take_all()
