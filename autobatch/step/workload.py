@@ -90,9 +90,16 @@ class Workload:
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of model and optimizer, each once, in the order of ``model.parameters()``."""
         # Not model.parameters(), which makes a name for each: three times as long, in every step.
-        tables = [module._parameters for module in self.model.modules()]  # noqa: SLF001 - as above
-        owned = [one for table in tables for one in table.values() if one is not None]
-        return list({id(one): one for one in (*owned, *self._held_by_optimizer())}.values())
+        owned: list[nn.Parameter | None] = []
+        waiting, seen = [self.model], set()
+        while waiting:
+            module = waiting.pop()
+            if module is not None and id(module) not in seen:
+                seen.add(id(module))
+                owned += module._parameters.values()  # noqa: SLF001 - as above
+                waiting += [*module._modules.values()][::-1]  # noqa: SLF001 - as above
+        found = {id(one): one for one in (*owned, *self._held_by_optimizer())}
+        return [one for one in found.values() if one is not None]
 
     def count_trained(self) -> int:
         """Count the values of the parameters that the optimizer moves; those of lazy modules have none yet."""

@@ -148,7 +148,7 @@ class Accumulation:
         self._is_watched, self.watched = self.watched > 0, max(self.watched - 1, 0)
         self.leaves_are_known = self.leaves_are_known and not (self._is_watched and self.is_training)
         self._parameters = self.workload.parameters()
-        if self.is_training and find_hooks(self._parameters):
+        if self.is_training and not find_hooks(self._parameters) <= self._hooks:
             self.workload.check_hooks(self._hooks)
         return self.try_twice(_COPYING, self._record, self._parameters)
 
@@ -377,13 +377,13 @@ class Accumulation:
 
     def drop_gradients(self) -> None:
         """Set every ``.grad`` to ``None``, after an update."""
-        for parameter in self.workload.parameters():  # a forward pass may have made some
-            parameter.grad = None
+        for parameter in self.workload.parameters() if self._is_watched else self._parameters:
+            parameter.grad = None  # the first forward passes may have made some parameters
 
     def _end(self, undo: Undo) -> None:
         self._sums.end()
         undo.release()
-        if self.is_training:
+        if self.is_training and self._is_watched:
             self._hooks = find_hooks(self._parameters)
 
     def _check_counts(self, progress: AccumulationState, *, is_shared: bool) -> None:
