@@ -40,7 +40,6 @@ from autobatch.training.misuse import BatchWatch, GradientWatch
 from autobatch.training.stated_counts import StatedCounts, check_counts, find_doubtful, read_stated
 from autobatch.training.step_errors import refuse_larger_micro_batches
 from autobatch.undo.gradients import Float32Sums
-from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.sparse_gradients import coalesce_gradients, widen_gradients
 from autobatch.undo.undo import Undo
 from autobatch.undo.written_memory import WrittenMemory
@@ -371,9 +370,8 @@ class Accumulation:
 
     def commit(self, undo: Undo) -> None:
         """Drop the record: nothing is undone from here on."""
-        with deferred_interrupts():
-            self.written.add(undo.find_lost())
-            self._end(undo)
+        self.written.add(undo.find_lost())
+        self._end(undo)
 
     def drop_gradients(self) -> None:
         """Set every ``.grad`` to ``None``, after an update."""
@@ -382,7 +380,7 @@ class Accumulation:
 
     def _end(self, undo: Undo) -> None:
         self._sums.end()
-        undo.release()
+        undo.release()  # one assignment commits: an interrupt comes before it, and the step is undone, or after it
         if self.is_training and self._is_watched:
             self._hooks = find_hooks(self._parameters)
 
