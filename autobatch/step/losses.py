@@ -21,21 +21,21 @@ _Kind = Literal["mean", "sum", "per step", "part"]
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """A loss that has been divided by ``over``: the mean over so many samples, tokens or weights.
+    """A loss that has been divided by ``count``: the mean over so many samples, tokens or weights.
 
     A micro-batch whose count is 0 has no mean, whatever ``loss`` is (usually nan): it is left out.
 
     Example:
-        >>> return autobatch.Mean(cross_entropy(logits, labels), over=(labels != -100).sum())  # doctest: +SKIP
+        >>> return autobatch.Mean(cross_entropy(logits, labels), count=(labels != -100).sum())  # doctest: +SKIP
 
     Attributes:
         loss: A tensor of one element, any floating dtype.
-        over: A number, or a tensor of one element. It is read before the backward pass, so a tensor on a GPU makes the
+        count: A number, or a tensor of one element. It is read before the backward pass, so a tensor on a GPU makes the
             host wait. A number, a CPU tensor, or counting by ``weigh=`` does not.
     """
 
     loss: torch.Tensor
-    over: float | torch.Tensor
+    count: float | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Sum:
 
     Attributes:
         loss: A tensor of one element, any floating dtype.
-        count: As ``Mean.over``. The update divides by the sum of all counts of the step.
+        count: As in ``Mean``. The update divides by the sum of all counts of the step.
     """
 
     loss: torch.Tensor
@@ -133,8 +133,8 @@ def _read_term(name: str, returned: Any) -> Term:
     kind: _Kind = "mean"
     count = None
     match returned:
-        case Mean(loss, over):
-            count = _read_count(over, f"Mean(over=){of_term}")
+        case Mean(loss, stated):
+            count = _read_count(stated, f"Mean(count=){of_term}")
         case Sum(loss, stated):
             kind, count = "sum", _read_count(stated, f"Sum(count=){of_term}")
         case PerStep(loss):
@@ -186,7 +186,7 @@ def counts_of(returned: Any) -> dict[str, float]:
     counts = dict[str, float]()
     for name, term in terms.items():
         if isinstance(term, Mean):
-            counts[str(name)] = _read_count(term.over, "Mean(over=)")
+            counts[str(name)] = _read_count(term.count, "Mean(count=)")
         elif isinstance(term, Sum):
             counts[str(name)] = _read_count(term.count, "Sum(count=)")
     return counts

@@ -155,7 +155,7 @@ CALLS = {
     "step(complex)": lambda: make_runner(step=lambda m, b: {"a": m(b[0]).mean() * 1j}).step(make_batch(16)),
     **{f"weigh {show_value(v)}": lambda v=v: make_runner(weigh=lambda b: v).step(make_batch(16)) for v in NO_WEIGHTS},
     **{
-        f"Mean(over={show_value(v)})": lambda v=v: fit(step=lambda m, b: autobatch.Mean(mean_step(m, b), over=v))
+        f"Mean(count={show_value(v)})": lambda v=v: fit(step=lambda m, b: autobatch.Mean(mean_step(m, b), count=v))
         for v in (HUGE, "4", None, -1, float("nan"))
     },
     **{f"max_grad_norm={show_value(v)}": lambda v=v: make_runner(max_grad_norm=v) for v in NO_NORMS},

@@ -95,14 +95,14 @@ def divide_anew():
 def part_beside_a_mean(model, batch):
     """The mean's total is not known before."""
     loss = mean_step(model, batch)
-    return {"mean": autobatch.Mean(loss, over=len(batch[0])), "part": autobatch.Part(loss / 4)}
+    return {"mean": autobatch.Mean(loss, count=len(batch[0])), "part": autobatch.Part(loss / 4)}
 
 
 def two_counts(model, batch):
     """Two terms whose totals cannot be distinguished in one gradient."""
     loss = mean_step(model, batch)
     count = len(batch[0])
-    return {"left": autobatch.Mean(loss, over=count), "right": autobatch.Mean(loss, over=2 * count)}
+    return {"left": autobatch.Mean(loss, count=count), "right": autobatch.Mean(loss, count=2 * count)}
 
 
 def count_by_turns():
@@ -111,7 +111,7 @@ def count_by_turns():
 
     def step(model, batch):
         loss = mean_step(model, batch)
-        return loss if next(calls) % 2 else autobatch.Mean(loss, over=3)
+        return loss if next(calls) % 2 else autobatch.Mean(loss, count=3)
 
     return step
 
@@ -504,9 +504,9 @@ TABLE = [
         "Sum(count=) is str; it must be one number",
     ),
     (
-        lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), over=True)),
+        lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), count=True)),
         "InvalidArgument",
-        "Mean(over=) is bool; it must be one number",
+        "Mean(count=) is bool; it must be one number",
     ),
     (
         lambda: fit(step=lambda m, b: autobatch.Sum(m(b[0]).sum(), (b[0] > 0).any())),
@@ -514,9 +514,9 @@ TABLE = [
         "Sum(count=) is a tensor of shape () and torch.bool; it must be one number",
     ),
     (
-        lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), over=-1)),
+        lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), count=-1)),
         "InvalidArgument",
-        "Mean(over=) is -1.0; it must be a number from 0 to 1e100",
+        "Mean(count=) is -1.0; it must be a number from 0 to 1e100",
     ),
     (
         lambda: fit(step=lambda m, b: {"loss": m(b[0]).mean(), "logits": m(b[0]).detach().mean()}),
@@ -587,7 +587,7 @@ TABLE = [
         "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it",
     ),
     (
-        lambda: make_runner(step=lambda m, b: autobatch.Mean(mean_step(m, b), over=7), weigh=lambda b: len(b[0])).step(
+        lambda: make_runner(step=lambda m, b: autobatch.Mean(mean_step(m, b), count=7), weigh=lambda b: len(b[0])).step(
             make_batch(16)
         ),
         "InvalidArgument",

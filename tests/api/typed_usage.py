@@ -34,7 +34,7 @@ def stated_step(model: nn.Module, batch: Batch) -> dict[str, autobatch.Mean | au
     outputs: Tensor = model(inputs)
     decay = torch.stack([weight.square().sum() for weight in model.parameters()]).sum()
     return {
-        "mean": autobatch.Mean(cross_entropy(outputs, labels), over=len(labels)),
+        "mean": autobatch.Mean(cross_entropy(outputs, labels), count=len(labels)),
         "sum": autobatch.Sum(outputs.square().sum(), len(labels)),
         "decay": autobatch.PerStep(1e-4 * decay),
     }

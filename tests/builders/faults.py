@@ -128,7 +128,7 @@ def _token_labels(batch: Any) -> torch.Tensor:
 
 def stated_step(model: nn.Module, batch: Any) -> autobatch.Mean:
     """The total is known only after the last micro-batch; what is left to multiply then may not fit."""
-    return autobatch.Mean(mean_step(model, batch), over=3 * len(batch[0]))
+    return autobatch.Mean(mean_step(model, batch), count=3 * len(batch[0]))
 
 
 def augmented_step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -150,7 +150,7 @@ def terms_step(model: nn.Module, batch: Any) -> dict[str, Any]:
     chosen = (batch[1] > 0).float()
     squares = ((value[:, 0] - batch[0].sum(1)).square() * chosen).sum()
     return {
-        "classes": autobatch.Mean(F.cross_entropy(classes, batch[1]), over=len(batch[1])),
+        "classes": autobatch.Mean(F.cross_entropy(classes, batch[1]), count=len(batch[1])),
         "value": autobatch.Sum(squares, count=chosen.sum()),
         "weights": autobatch.PerStep(0.01 * model.value.weight.square().sum()),
     }

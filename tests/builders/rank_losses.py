@@ -32,7 +32,7 @@ def weighted_classes(model, batch):
 
 def state_mean(model, batch):
     """States what it is over."""
-    return autobatch.Mean(mean_of_some(model, batch), over=count_some(batch))
+    return autobatch.Mean(mean_of_some(model, batch), count=count_some(batch))
 
 
 def state_sum(model, batch):

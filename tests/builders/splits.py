@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[Any, Any, Any, Any, str]] = {
     ),
     "a mean stated with count 1": (
         small,
-        lambda model, batch: Mean(mean_step(model, batch), over=1),
+        lambda model, batch: Mean(mean_step(model, batch), count=1),
         None,
         make_batch(16),
         "and is counted otherwise: return the loss itself",

@@ -34,7 +34,7 @@ DIVISIONS = ((6, 6), (11, 1), (12, 0), (0, 12))
 
 def state_mean(model, batch):
     """Says itself what it is over."""
-    return autobatch.Mean(read_step(model, batch), over=count_tokens(batch))
+    return autobatch.Mean(read_step(model, batch), count=count_tokens(batch))
 
 
 def state_sum(model, batch):

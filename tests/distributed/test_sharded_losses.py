@@ -89,7 +89,7 @@ def state_terms(model, batch):
 
 def state_own_loss(model, batch):
     """The model's own."""
-    return autobatch.Mean(model(*batch)["loss"], over=(batch[1] >= 0).sum())
+    return autobatch.Mean(model(*batch)["loss"], count=(batch[1] >= 0).sum())
 
 
 def split_by_label(model, batch):

@@ -94,7 +94,7 @@ def test_a_step_that_states_its_count_is_advised_to_state_another():
     """weigh= beside a stated count would be refused."""
 
     def step(model, batch):
-        return autobatch.Mean(token_mean(model, batch), over=len(batch["x"]))
+        return autobatch.Mean(token_mean(model, batch), count=len(batch["x"]))
 
     [cause] = autobatch.verify(small(), tokens(), step).causes
     assert 'state (batch["labels"] != -100).sum() as its count' in cause

@@ -211,9 +211,9 @@ def test_a_loss_that_fit_refuses_is_refused_in_the_same_words(run):
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda loss, labels: Mean(loss, over=(labels != -100).sum()),
+        lambda loss, labels: Mean(loss, count=(labels != -100).sum()),
         lambda loss, labels: {"a": Sum(loss, count=labels.sum()), "b": loss * 2},
-        lambda loss, labels: (Mean(loss, over=labels.sum()), {"labels": labels}),
+        lambda loss, labels: (Mean(loss, count=labels.sum()), {"labels": labels}),
     ],
 )
 def test_counts_in_tensors_are_not_read(wrap):

@@ -316,7 +316,7 @@ def test_counts_that_only_values_tell_are_not_read():
     """A step that states its own count is traced: the count changes no allocation."""
 
     def run(model, batch):
-        return Mean(step(model, batch), over=(batch[1] != -100).sum())
+        return Mean(step(model, batch), count=(batch[1] != -100).sum())
 
     assert trace(_workload(ConvNet(), run=run), describe(images()), 2).samples == 2
 

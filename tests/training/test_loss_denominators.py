@@ -61,8 +61,8 @@ LABELS = 15
 
 
 CASES = {
-    "mean over tokens, stated": (lambda m, b: Mean(ce(m, b), over=count(b)), None, plain),
-    "mean over tokens, stated and counted before": (lambda m, b: Mean(ce(m, b), over=count(b)), count, plain),
+    "mean over tokens, stated": (lambda m, b: Mean(ce(m, b), count=count(b)), None, plain),
+    "mean over tokens, stated and counted before": (lambda m, b: Mean(ce(m, b), count=count(b)), count, plain),
     "mean over tokens, weighed": (ce, count, plain),
     "sum over tokens, stated": (lambda m, b: Sum(ce(m, b, reduction="sum"), count(b)), None, plain),
     "sum over tokens, counted before": (lambda m, b: Sum(ce(m, b, reduction="sum"), count(b)), count, plain),
@@ -72,7 +72,7 @@ CASES = {
         lambda m, b: m(b[0]).square().sum() / len(b[0]),
     ),
     "class weights": (
-        lambda m, b: Mean(ce(m, b, weight=CLASS_WEIGHTS), over=CLASS_WEIGHTS[b[1].clamp(min=0)][b[1] != -100].sum()),
+        lambda m, b: Mean(ce(m, b, weight=CLASS_WEIGHTS), count=CLASS_WEIGHTS[b[1].clamp(min=0)][b[1] != -100].sum()),
         None,
         lambda m, b: ce(m, b, weight=CLASS_WEIGHTS),
     ),
@@ -88,8 +88,8 @@ CASES = {
     ),
     "two tasks with sparse labels": (
         lambda m, b: {
-            "first": Mean(ce(m, b), over=count(b)),
-            "second": Mean(0.3 * ce(m, b, task=2), over=count(b, 2)),
+            "first": Mean(ce(m, b), count=count(b)),
+            "second": Mean(0.3 * ce(m, b, task=2), count=count(b, 2)),
             "l2": PerStep(0.01 * penalise(m)),
         },
         lambda b: {"first": count(b), "second": count(b, 2)},
@@ -101,7 +101,7 @@ CASES = {
         both,
     ),
     "two terms with one count": (
-        lambda m, b: {"a": Mean(ce(m, b), over=count(b)), "b": Sum(ce(m, b, reduction="sum"), count(b))},
+        lambda m, b: {"a": Mean(ce(m, b), count=count(b)), "b": Sum(ce(m, b, reduction="sum"), count(b))},
         None,
         lambda m, b: 2 * ce(m, b),
     ),
@@ -124,7 +124,7 @@ CASES = {
     "parts beside terms that are counted before": (
         lambda m, b: {
             "parts": Part(m(b[0]).square().sum() / 7),
-            "first": Mean(ce(m, b), over=count(b)),
+            "first": Mean(ce(m, b), count=count(b)),
             "second": 0.3 * m(b[0]).abs().mean(),
         },
         lambda b: {"first": count(b), "second": len(b[0])},
@@ -217,7 +217,7 @@ def test_labels_that_are_all_ignored_change_nothing(stated):
 
     def step(model, part):
         torch.rand(1)
-        return Mean(ce(model, part), over=count(part))
+        return Mean(ce(model, part), count=count(part))
 
     workload = Workload(model, step, None if stated else count)
     assert retrying(workload, CpuDevice(), halve).run([describe(batch)], 4) is None
@@ -338,7 +338,7 @@ REFUSED = {
         r"different counts for its terms \('first': .*, 'second': .*\).*weigh= that returns a dict",
     ),
     "a count that is not weigh's": (
-        lambda m, b: Mean(ce(m, b), over=len(b[0])),
+        lambda m, b: Mean(ce(m, b), count=len(b[0])),
         count,
         InvalidArgument,
         r"states a count of \d+ for a micro-batch for which weigh\(\) gives \d+",
@@ -362,7 +362,7 @@ REFUSED = {
         "name the same terms each time",
     ),
     "stated now and then": (
-        lambda m, b: Mean(ce(m, b), over=count(b)) if len(b[0]) == 7 else ce(m, b),
+        lambda m, b: Mean(ce(m, b), count=count(b)) if len(b[0]) == 7 else ce(m, b),
         None,
         InvalidArgument,
         "for one micro-batch and none for another",
@@ -392,7 +392,7 @@ def test_a_step_of_few_tokens_keeps_its_gradients_in_float16(weighed, before):
         outputs = torch.matmul(inputs.half(), model.weight.half().t()).squeeze(-1)  # its backward pass is in float16
         loss = 2**-8 * (outputs.float().square() * mask).sum() / mask.sum()
         loss = loss.half() if weighed else loss
-        return loss if weighed else autobatch.Mean(loss, over=mask.sum())
+        return loss if weighed else autobatch.Mean(loss, count=mask.sum())
 
     def make(tokens):
         mask = torch.zeros(8, 2048)

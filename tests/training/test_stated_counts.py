@@ -60,7 +60,7 @@ def stated(count, *, losses=box_losses, form="Mean"):
     def step(model, batch):
         loss, number = losses(model, batch)
         over = count(number)
-        made = autobatch.Sum(loss, over) if form == "Sum" else autobatch.Mean(loss / over, over=over)
+        made = autobatch.Sum(loss, over) if form == "Sum" else autobatch.Mean(loss / over, count=over)
         if form == "dict":
             return {"boxes": made, "decay": autobatch.PerStep(0.01 * model.weight.square().sum())}
         return (made, {"boxes": number}) if form == "aux" else made
@@ -277,7 +277,7 @@ def test_what_cannot_be_compared_is_warned_of_once_where_a_loss_of_0_counts(is_e
         counts = (batch["labels"] != -100).double()
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         losses = (slope.square().sum(-1) + model(x).square().sum(-1)) * counts
-        return autobatch.Mean(losses.sum() / counts.sum().clamp(min=1), over=counts.sum().clamp(min=1))
+        return autobatch.Mean(losses.sum() / counts.sum().clamp(min=1), count=counts.sum().clamp(min=1))
 
     runner = make_runner(step, texts(FULL), 4)
     with caplog.at_level(logging.WARNING, "autobatch"):
@@ -363,7 +363,7 @@ def test_among_several_ranks_a_loss_of_0_that_counts_is_warned_of(zero, caplog):
     with caplog.at_level(logging.WARNING, "autobatch"):
         for _ in range(2):
             counts.begin()
-            loss = autobatch.Mean(torch.tensor(0.0 if zero else 0.5), over=1)
+            loss = autobatch.Mean(torch.tensor(0.0 if zero else 0.5), count=1)
             stated = [one for micro_batch in done for one in read_stated(micro_batch, loss)]
             counts.warn_of_zero_loss(find_doubtful(stated, done))
     assert len(caplog.records) == zero
@@ -377,7 +377,7 @@ def test_a_bad_batch_is_skipped_by_a_sum_that_counts_nothing(is_whole):
         if not batch["x"].isfinite().all():
             return autobatch.Sum(torch.zeros(()), 0)
         losses, count = token_losses(model, batch)
-        return autobatch.Mean(losses / count, over=count)
+        return autobatch.Mean(losses / count, count=count)
 
     runner = make_runner(step, texts(FULL), 4)
     model, batch = runner._workload.model, texts(FULL)

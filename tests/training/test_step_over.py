@@ -33,7 +33,7 @@ def stated_step(model, batch):
     """Counts that are known after the step, and a term that counts once a step."""
     outputs = model(batch[0])
     return {
-        "mean": autobatch.Mean(F.cross_entropy(outputs, batch[1]), over=len(batch[1])),
+        "mean": autobatch.Mean(F.cross_entropy(outputs, batch[1]), count=len(batch[1])),
         "sum": autobatch.Sum(outputs.square().sum(), len(batch[1])),
         "weights": autobatch.PerStep(0.01 * model.head.weight.square().sum()),
     }

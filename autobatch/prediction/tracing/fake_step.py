@@ -197,8 +197,8 @@ def _without_counts(workload: Workload) -> Workload:
 def _without_count(loss: Any) -> Any:
     if isinstance(loss, Mapping):
         return {name: _without_count(term) for name, term in loss.items()}
-    if isinstance(loss, Mean) and isinstance(loss.over, torch.Tensor):
-        return replace(loss, over=1)
+    if isinstance(loss, Mean) and isinstance(loss.count, torch.Tensor):
+        return replace(loss, count=1)
     if isinstance(loss, Sum) and isinstance(loss.count, torch.Tensor):
         return replace(loss, count=1)
     return loss
