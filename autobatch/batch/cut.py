@@ -165,15 +165,6 @@ def _as_range(rows: Rows) -> Rows:
     return neighbours if rows == [*neighbours] else rows
 
 
-def cut_again(micro_batches: Sequence[MicroBatch], largest: int) -> list[MicroBatch]:
-    """Cut the samples of neighbouring micro-batches otherwise."""
-    first = micro_batches[0]
-    rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
-    trims = [micro_batch.trim for micro_batch in micro_batches]
-    trim = None if None in trims else max(trims, key=lambda one: one.length if one else 0)
-    return [part._replace(trim=trim) for part in divide(Group(first.batch, rows, first.first), largest)]
-
-
 def cut_apart(layouts: Sequence[Layout], _: int = 0) -> list[Group]:
     """Make each batch a group."""
     return _number(layouts)

@@ -32,8 +32,8 @@ from autobatch.exactness.partitions import Parts
 from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
 from autobatch.records import ModuleError
-from autobatch.step.losses import Stated, find_stated, states_counts
-from autobatch.step.workload import Step, Workload
+from autobatch.step.losses import read_terms
+from autobatch.step.workload import Step, Workload, split_output
 from autobatch.training.accumulation import Accumulation
 from autobatch.undo.module_state import ModuleState
 from autobatch.undo.undo import Undo
@@ -68,7 +68,8 @@ class Measurement:
         moves: Modules that are not rewound then.
         writes: Whether runs write into memory that has to be put back; ``None`` before the first run.
         before: The norm of each parameter's gradient with more rounding; empty if that is not known.
-        states_counts: Whether the step said itself what a loss was divided by.
+        states_counts: Whether the step states what a loss was divided by.
+        returns_part: Whether it returns a ``Part``.
         running: Number of samples with which the step was called last.
     """
 
@@ -84,13 +85,14 @@ class Measurement:
     writes: bool | None = None
     before: Sequence[float] = ()
     states_counts: bool = False
+    returns_part: bool = False
     running: int = field(default=0, init=False)
     _whole: Gradients | None = field(default=None, init=False)
     _loss: float = field(default=0.0, init=False)
     _whole_loss: float = field(default=0.0, init=False)
     _scales: Scales | None = field(default=None, init=False)
     _measured: dict[str, tuple[list[float], torch.Tensor]] = field(default_factory=dict, init=False)
-    _stated: dict[str, Stated] = field(default_factory=dict, init=False)
+    _counts: dict[str, float | None] = field(default_factory=dict, init=False)
 
     def whole(self) -> Gradients:
         """Return the gradient of all samples at once."""
@@ -130,7 +132,7 @@ class Measurement:
     def renewing(self, renews: Literal["outside", "all"], moves: tuple[nn.Module, ...] = ()) -> Measurement:
         """Return the same with the state rewound before each part; the whole, which is one part, stays as measured."""
         other = replace(self, renews=renews, moves=moves)
-        vars(other).update(_whole=self._whole, _scales=self._scales, _stated=self._stated)
+        vars(other).update(_whole=self._whole, _scales=self._scales, _counts=self._counts)
         return other
 
     def differences(self, parts: Parts) -> list[float]:
@@ -186,16 +188,17 @@ class Measurement:
         ``None`` without one count for all: the step returns several terms, or ``weigh`` counts each otherwise.
         """
         alone = {part: values for part in parts if (values := self.alone(part)) is not None}
-        stated = [self._stated.get(str(part), Stated("several", 0.0)) for part in alone]
-        if not alone or any(one.kind == "several" for one in stated):
+        counts = [self._counts.get(str(part)) for part in alone]
+        known = [count for count in counts if count is not None]
+        if not known or len(known) < len(counts):
             return None
-        divisor = math.fsum(one.over for one in stated) if stated[0].kind != "part" else 1.0
-        terms = [p * (one.over / divisor) for p, one in zip(alone.values(), stated, strict=True) if one.over]
+        divisor = 1.0 if self.returns_part else math.fsum(known)
+        terms = [values * (count / divisor) for values, count in zip(alone.values(), known, strict=True) if count]
         return torch.stack(terms).sum(0) if terms else None
 
     def alone(self, rows: Sequence[int]) -> torch.Tensor | None:
         """Return values of one part's gradient, as if it were the whole batch; ``None`` if it counts for nothing."""
-        is_run = str((rows,)) in self._measured or self._counts(self.part(rows))
+        is_run = str((rows,)) in self._measured or self._counts_any(self.part(rows))
         return self._measure((rows,))[1] if is_run else None
 
     def part(self, rows: Sequence[int]) -> Layout:
@@ -228,7 +231,7 @@ class Measurement:
         for parameter in parameters:
             parameter.grad = None
         layouts = [self.part(rows) for rows in parts]
-        run = [rows for rows, part in zip(parts, layouts, strict=True) if self._counts(part)]
+        run = [rows for rows, part in zip(parts, layouts, strict=True) if self._counts_any(part)]
         workload = self.workload.around(self._make_step(iter(run)), weigh=self.workload.weigh)
         scale = None if factor == 1 else lambda loss: loss * factor
         watched = 2 if self.writes is None else 0
@@ -327,7 +330,7 @@ class Measurement:
         finally:
             self._restore_outside()  # the model stays: a diagnosis looks at it
 
-    def _counts(self, part: Layout) -> bool:
+    def _counts_any(self, part: Layout) -> bool:
         return any(weight > 0 for weight in self.workload.weights_of(part.batch, part.count).values())
 
     def _make_step(self, parts: Iterator[Sequence[int]]) -> Step:
@@ -340,9 +343,8 @@ class Measurement:
             if self.random is not None:
                 self.random.begin(rows, self.layout.count)
             returned = self.workload.step(model, batch)
-            self.states_counts = self.states_counts or states_counts(returned)
             if self.diagnoses:
-                self._stated[str(rows)] = self._read_count(returned, rows)
+                self._note_count(returned, rows)
             return returned
 
         return run
@@ -364,12 +366,14 @@ class Measurement:
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.data.copy_(value)
 
-    def _read_count(self, returned: Any, rows: Sequence[int]) -> Stated:
-        """Return what one part counts for: the step's own count, or that of ``weigh``, or its samples."""
-        counted: float | None = float(len(rows))
-        if self.workload.weigh is not None:
-            counted = self.workload.weights_of(self.part(rows).batch, len(rows)).get("")
-        return find_stated(returned, counted)
+    def _note_count(self, returned: Any, rows: Sequence[int]) -> None:
+        """Note what one part counts for: what the step states, or ``weigh`` gives, or samples; 1 for a ``Part``."""
+        terms = read_terms(split_output(returned)[0])
+        self.returns_part = any(term.kind == "part" for term in terms)
+        self.states_counts = self.returns_part or any(term.count is not None for term in terms)
+        weights = self.workload.weights_of(self.part(rows).batch, len(rows))
+        stated = 1.0 if self.returns_part else terms[0].count
+        self._counts[str(rows)] = None if len(terms) > 1 else weights.get("") if stated is None else stated
 
 
 def _length_of(parameter: torch.Tensor) -> float:

@@ -1,11 +1,11 @@
-"""Defines the losses that a step may return, and reads their counts and those of ``weigh``."""
+"""Defines the losses that a step may return, and reads them, their counts and the results of ``weigh``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -180,54 +180,12 @@ def losses_of(returned: Any) -> dict[str, torch.Tensor]:
     return {name: loss for name, loss in losses.items() if isinstance(loss, torch.Tensor)}
 
 
-def counts_of(returned: Any) -> dict[str, float]:
-    """Return the counts that a step states for its losses, by term; raise InvalidArgument for an unusable count."""
-    terms = returned if isinstance(returned, Mapping) else {"": returned}
-    counts = dict[str, float]()
-    for name, term in terms.items():
-        if isinstance(term, Mean):
-            counts[str(name)] = _read_count(term.count, "Mean(count=)")
-        elif isinstance(term, Sum):
-            counts[str(name)] = _read_count(term.count, "Sum(count=)")
-    return counts
+def find_counted_zero(terms: Iterable[Term]) -> float:
+    """Return the count that a step states for a loss of exactly 0; 0 if there is no such loss.
 
-
-def add_counts(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Add up counts, by term."""
-    totals = dict[str, float]()
-    for one in counts:
-        for name, count in one.items():
-            totals[name] = totals.get(name, 0.0) + count
-    return totals
-
-
-def states_counts(returned: Any) -> bool:
-    """Return whether a loss that a step returned states its own divisor."""
-    loss = returned[0] if isinstance(returned, tuple) and returned else returned
-    terms = loss.values() if isinstance(loss, Mapping) else (loss,)
-    return any(isinstance(term, Mean | Sum | Part) for term in terms)
-
-
-class Stated(NamedTuple):
-    """Count of one loss of a step: a mean or a sum over ``over``, or a part that is only added."""
-
-    kind: Literal["mean", "part", "several"]
-    over: float
-
-
-def find_stated(returned: Any, counted: float | None) -> Stated:
-    """Return the count that a step states, or ``counted``, which is ``None`` if terms differ."""
-    loss = returned[0] if isinstance(returned, tuple) and returned else returned
-    if isinstance(loss, Mapping):
-        if len(loss) != 1:
-            return Stated("several", 0.0)
-        [loss] = loss.values()
-    match loss:
-        case Part():
-            return Stated("part", 1.0)
-        case Mean(_, count) | Sum(_, count):
-            return Stated("mean", _read_count(count, "count"))
-    return Stated("several", 0.0) if counted is None else Stated("mean", counted)
+    A count that is kept from 0, as by ``max(boxes, 1)``, adds 1 for each micro-batch without a box.
+    """
+    return next((term.count for term in terms if term.count and bool(term.loss == 0)), 0.0)
 
 
 def read_weights(returned: Any, samples: int) -> dict[str, float]:

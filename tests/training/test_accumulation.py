@@ -578,7 +578,7 @@ def test_what_preparing_the_update_raises_undoes_the_step():
     assert not differences(bits_of(model), before)
 
 
-@pytest.mark.parametrize("step", [lambda m, b: Mean(mean_step(m, b), count=len(b[0])), mean_step], ids=["stated", "not"])
+@pytest.mark.parametrize("step", [lambda m, b: Mean(mean_step(m, b), len(b[0])), mean_step], ids=["stated", "not"])
 def test_memory_that_ends_after_the_last_backward_pass_undoes_the_step(step):
     """Also in the division by a total that is known last: gradients from before are back."""
     undone, batch = 0, make_batch(10)
