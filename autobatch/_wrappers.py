@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -82,6 +83,23 @@ class _HasTable(dict[type, bool]):
 
 
 _HAS_TABLE = _HasTable()
+
+
+def own_attributes(value: Any) -> list[Any]:
+    """Return the values of an object's own attributes, in slots or not, without running its code."""
+    values = [*own_table(value).values()]
+    for slot in _slots_of(type(value)):  # type: ignore[arg-type]  # mypy: a type is not hashable
+        try:
+            values.append(slot.__get__(value))
+        except AttributeError:  # nothing was assigned to it
+            continue
+    return values
+
+
+@cache
+def _slots_of(kind: type) -> list[MemberDescriptorType]:
+    defined = [vars(base).values() for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [member for members in defined for member in members if isinstance(member, MemberDescriptorType)]
 
 
 def is_optimizer(value: Any) -> bool:

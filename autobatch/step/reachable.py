@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.undo.slots import own_attributes
+from autobatch._wrappers import own_attributes
 
 _MOST_REACHED = 2_000
 """Most objects to look at from one step; a dataset in a list may be among them."""

@@ -1,41 +1,38 @@
-"""Records what Python containers below an object hold, and restores it.
+"""Records what containers hold, and the values of NumPy arrays and random generators, and restores them.
 
-Containers are dicts, lists, sets, deques and byte arrays, classes derived from them, dataclasses and
-``SimpleNamespace``, with their slots, tuples of these, and arrays and generators, which are copied. Entries are
-recorded by identity: a number that was counted up is another object. Values of tensors are recorded elsewhere.
+Containers are dicts, lists, sets, deques and byte arrays, with classes derived from them, dataclasses and
+``SimpleNamespace``. Their entries are recorded by identity. Not restored: slots, and attributes of classes derived from
+containers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, OrderedDict, defaultdict, deque
+import pickle
+import random
+import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from autobatch.undo.slots import Slots, has_slots, own_attributes
-from autobatch.undo.value_copy import ValueCopy, is_copied_by_value, is_fixed
-
 
 class Kind(Enum):
-    """What is done with an object of some type."""
+    """Way in which objects of a type are recorded."""
 
     PLAIN = 0
     CONTAINER = 1
-    OWN_CONTAINER = 2  # of a class with attributes
-    TUPLE = 3
-    FIELDS = 4
-    VALUE = 5
-    TENSOR = 6
-    MODULE = 7
+    TUPLE = 2
+    FIELDS = 3
+    VALUE = 4
+    TENSOR = 5
+    MODULE = 6
 
-
-_CONTAINERS = (Kind.CONTAINER, Kind.OWN_CONTAINER)
 
 _HOLD_NOTHING = frozenset(
     (
@@ -44,28 +41,85 @@ _HOLD_NOTHING = frozenset(
         *(FunctionType, BuiltinFunctionType, MethodType, partial),
     )
 )
-"""The types of most attributes. A function may hold a tensor, but is rarely made anew in each step."""
+"""Types of most attributes. A function may hold a tensor, but steps rarely make functions."""
 
 MOST_ENTRIES = 1000
-"""Of a larger container, such as a vocabulary or a replay buffer, only the entries are recorded, not what they hold:
-with 20,000 tensors that took 84 ms a step."""
+"""Entries of the largest container whose entries are looked into. A vocabulary or a replay buffer is larger: with
+20,000 tensors that took 84 ms a step."""
+
+_MOST_BYTES = 16 * 1024**2
+"""Bytes of the largest array that is copied."""
 
 
-class Contents(Protocol):
-    """What one object held at one moment."""
+class Entries:
+    """The entries of one container, by identity."""
+
+    __slots__ = ("_container", "_keys", "_values")
+
+    def __init__(self, container: Any) -> None:
+        """Record them."""
+        self._container = container
+        self._keys, self._values = _entries_of(container)
 
     def is_current(self) -> bool:
-        """Whether it still holds the same."""
-        ...
+        """Return whether the container still holds the same objects, in the same order."""
+        keys, values = _entries_of(self._container)
+        return is_same(keys, self._keys) and is_same(values, self._values)
 
     def put_back(self) -> None:
-        """Restore it. Can be done any number of times."""
-        ...
+        """Restore them. A container that has not changed is not written into."""
+        if self.is_current():
+            return
+        container = self._container
+        container.clear()
+        if isinstance(container, dict):
+            # One by one: transformers' ModelOutput refuses update(), and dict.update() breaks an OrderedDict.
+            for key, value in zip(self._keys, self._values, strict=True):
+                container[key] = value
+        elif isinstance(container, set):
+            container.update(self._values)
+        else:
+            container.extend(self._values)
+
+
+class Value:
+    """The value of one array, or the state of one random generator."""
+
+    __slots__ = ("_object", "_state")
+
+    def __init__(self, value: Any) -> None:
+        """Copy it."""
+        self._object, self._state = value, _read_value(value)
+
+    def is_current(self) -> bool:
+        """Return whether the object has the same value, bit for bit."""
+        found, expected = _read_value(self._object), self._state
+        if isinstance(expected, torch.Tensor):
+            return torch.equal(found, expected)
+        if hasattr(expected, "tobytes"):
+            return bool(found.shape == expected.shape and found.tobytes() == expected.tobytes())
+        return pickle.dumps(found) == pickle.dumps(expected)
+
+    def put_back(self) -> None:
+        """Restore the value."""
+        value, state = self._object, self._state
+        if isinstance(value, random.Random):
+            value.setstate(state)
+        elif hasattr(value, "bit_generator"):
+            value.bit_generator.state = state
+        elif hasattr(value, "set_state"):
+            value.set_state(state)
+        else:
+            value[...] = state
+
+
+Contents = Entries | Value
+"""What one object held at one moment. ``put_back`` can be called any number of times."""
 
 
 @dataclasses.dataclass
 class Found:
-    """What lies below some objects.
+    """The objects below some others.
 
     Attributes:
         contents: What each container, array and generator held.
@@ -78,7 +132,7 @@ class Found:
     modules: list[nn.Module]
 
     def are_current(self) -> bool:
-        """Whether all of them still hold the same; values of tensors are not compared."""
+        """Return whether all of them still hold the same. Values of tensors are not compared."""
         return all(content.is_current() for content in self.contents)
 
     def put_back(self) -> None:
@@ -91,11 +145,11 @@ def find_contents(roots: Iterable[Any], seen: set[int] | None = None) -> Found:
     """Record everything below some objects.
 
     Args:
-        roots: Where to begin, such as the values of ``vars(module)``.
-        seen: The ids of objects that are skipped; those that are found are added.
+        roots: Objects to begin with, such as the values of ``vars(module)``.
+        seen: Ids of objects to skip. Ids of objects that are found are added.
 
     Returns:
-        Contents, tensors and modules. Modules are not looked into: their attributes are roots of their own.
+        Contents, tensors and modules. The walk ends at modules.
     """
     seen = set() if seen is None else seen
     found = Found([], [], [])
@@ -117,103 +171,39 @@ def find_contents(roots: Iterable[Any], seen: set[int] | None = None) -> Found:
 
 
 def find_containers(roots: Iterable[Any]) -> set[int]:
-    """The ids of the containers below some objects; modules are not looked into."""
+    """Return the ids of the containers below some objects. The walk ends at modules."""
     seen: set[int] = set()
     waiting = [*roots]
     for value in waiting:  # grows while it is read
-        if KINDS[type(value)] in (*_CONTAINERS, Kind.TUPLE, Kind.FIELDS) and id(value) not in seen:
+        if KINDS[type(value)] in (Kind.CONTAINER, Kind.TUPLE, Kind.FIELDS) and id(value) not in seen:
             seen.add(id(value))
             waiting += children_of(value)
     return seen
 
 
 def record_contents(value: Any) -> Contents | None:
-    """Record what a container, an array or a generator holds; ``None`` for a tuple, which cannot change, and others."""
+    """Record what a container, an array or a generator holds. Return ``None`` for objects that cannot change."""
     kind = KINDS[type(value)]
     if kind is Kind.VALUE:
-        return None if is_fixed(value) else ValueCopy(value)
-    if kind is Kind.CONTAINER:
-        return _Entries(value)
-    if kind is Kind.OWN_CONTAINER:
-        return _Parts([_Entries(value), *_record_attributes(value)])  # in this order: a class may count what is set
+        return None if _is_fixed(value) else Value(value)
     if kind is Kind.FIELDS:
-        attributes = _record_attributes(value)
-        return attributes[0] if len(attributes) == 1 else _Parts(attributes)
-    return None
-
-
-def _record_attributes(value: Any) -> list[Contents]:
-    slots: list[Contents] = [Slots(value)] if has_slots(type(value)) else []
-    return [*slots, _Entries(vars(value))] if type(value).__dictoffset__ else slots
+        return Entries(vars(value))
+    return Entries(value) if kind is Kind.CONTAINER else None
 
 
 def children_of(value: Any) -> list[Any]:
-    """Entries of a container or a tuple, keys too, or fields of a dataclass."""
+    """Return the entries of a container or a tuple, with its keys, or the fields of a dataclass."""
     kind = KINDS[type(value)]
-    attributes = own_attributes(value) if kind in (Kind.FIELDS, Kind.OWN_CONTAINER) else []
-    if kind in _CONTAINERS and len(value) > MOST_ENTRIES:
-        return attributes
-    if isinstance(value, dict):
-        return [*attributes, *value.keys(), *value.values()]
-    return [*attributes, *value] if kind in (*_CONTAINERS, Kind.TUPLE) else attributes
-
-
-def put_entries_back(held: dict[str, Any], entries: dict[str, Any]) -> None:
-    """Make an object's ``__dict__`` hold these entries; one that has not changed is not written into."""
-    if is_same([*held.keys()], [*entries.keys()]) and is_same([*held.values()], [*entries.values()]):
-        return
-    for name in [name for name in held if name not in entries]:
-        del held[name]
-    held.update(entries)
+    if kind is Kind.FIELDS:
+        return [*vars(value).values()]
+    if kind is Kind.TUPLE or (kind is Kind.CONTAINER and len(value) <= MOST_ENTRIES):
+        return [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
+    return []
 
 
 def is_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two sequences hold the very same objects in the same order."""
+    """Return whether two sequences hold the very same objects in the same order."""
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
-
-
-class _Entries:
-    """The entries of a container, by identity. One that has not changed is not written into."""
-
-    __slots__ = ("_keys", "_values", "container")
-
-    def __init__(self, container: Any) -> None:
-        self.container = container
-        self._keys, self._values = _entries_of(container)
-
-    def is_current(self) -> bool:
-        keys, values = _entries_of(self.container)
-        return is_same(keys, self._keys) and is_same(values, self._values)
-
-    def put_back(self) -> None:
-        if self.is_current():
-            return
-        container = self.container
-        container.clear()
-        if isinstance(container, dict):
-            # One by one: transformers' ModelOutput refuses update(), and dict.update() breaks an OrderedDict.
-            for key, value in zip(self._keys, self._values, strict=True):
-                container[key] = value
-        elif isinstance(container, set):
-            container.update(self._values)
-        else:
-            container.extend(self._values)
-
-
-class _Parts:
-    """Several contents of one object."""
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Sequence[Contents]) -> None:
-        self._parts = parts
-
-    def is_current(self) -> bool:
-        return all(part.is_current() for part in self._parts)
-
-    def put_back(self) -> None:
-        for part in self._parts:
-            part.put_back()
 
 
 def _entries_of(container: Any) -> tuple[list[Any], list[Any]]:
@@ -222,19 +212,26 @@ def _entries_of(container: Any) -> tuple[list[Any], list[Any]]:
     return [], list(container)
 
 
-_KINDS_OF_BASES = (
-    (torch.Tensor, Kind.TENSOR),
-    (nn.Module, Kind.MODULE),
-    ((dict, list, set, deque, bytearray), Kind.CONTAINER),
-    (tuple, Kind.TUPLE),
-)
+def _read_value(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if hasattr(value, "bit_generator"):
+        return value.bit_generator.state
+    return value.get_state(legacy=False) if hasattr(value, "get_state") else value.copy()
 
-_STANDARD = frozenset((dict, list, set, deque, bytearray, Counter, OrderedDict, defaultdict))
-"""Of which hardly one has attributes: a model has thousands."""
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether an array cannot be written into, is mapped from a file, or is too large to copy."""
+    flags = getattr(value, "flags", None)
+    if flags is None:
+        return False
+    return not flags.writeable or value.nbytes > _MOST_BYTES or isinstance(value, sys.modules["numpy"].memmap)
 
 
 class _Kinds(dict[type, Kind]):
-    """What is done with objects of each type, decided once a type."""
+    """The kind of each type, decided once a type."""
 
     def __missing__(self, found: type) -> Kind:
         self[found] = kind = _kind_of(found)
@@ -243,16 +240,35 @@ class _Kinds(dict[type, Kind]):
 
 KINDS = _Kinds()
 
+_KINDS_OF_BASES = (
+    (torch.Tensor, Kind.TENSOR),
+    (nn.Module, Kind.MODULE),
+    ((dict, list, set, deque, bytearray), Kind.CONTAINER),
+    (tuple, Kind.TUPLE),
+)
+
 
 def _kind_of(found: type) -> Kind:
-    has_attributes = bool(found.__dictoffset__ or has_slots(found))
     for base, kind in _KINDS_OF_BASES:
         if issubclass(found, base):
-            is_own = kind is Kind.CONTAINER and has_attributes and found not in _STANDARD
-            return Kind.OWN_CONTAINER if is_own else kind
+            return kind
     if is_copied_by_value(found):
         return Kind.VALUE
     if found in _HOLD_NOTHING or issubclass(found, (type, Enum)):
         return Kind.PLAIN
     has_fields = dataclasses.is_dataclass(found) or issubclass(found, SimpleNamespace)
-    return Kind.FIELDS if has_fields and has_attributes else Kind.PLAIN
+    return Kind.FIELDS if has_fields and found.__dictoffset__ else Kind.PLAIN
+
+
+def is_copied_by_value(found: type) -> bool:
+    """Return whether objects of this type are arrays or random generators."""
+    if issubclass(found, torch.Generator | random.Random):
+        return True
+    numpy = sys.modules.get("numpy")  # a program that never imported it has no arrays
+    if numpy is None:
+        return False
+    kinds = [numpy.ndarray]
+    generators = sys.modules.get("numpy.random")
+    if generators is not None:
+        kinds += [generators.Generator, generators.RandomState]
+    return issubclass(found, tuple(kinds))

@@ -1,46 +1,43 @@
-"""Records everything that trials may change, and restores it after them.
+"""Records everything that trials may change, and restores it.
 
-Of a model and its optimizer these are values of parameters and buffers, gradients, optimizer state, containers and
-flags in attributes, hooks, the memory that each tensor refers to, and random generators. Modules and tensors outside,
-such as a teacher, are recorded without values; a value is copied before the first write into it while ``record`` is
-active. The user's own objects, generators and files are not restored.
+1. ``TrainingState`` is made before the first trial. It records what the model, the optimizer and other objects in the
+   step's reach hold. It copies the values of the model, the optimizer and ``.grad`` to host memory.
+2. While ``record`` is active, it also copies other memory before the first write into it.
+3. ``rewind`` restores between trials: all but the state that the optimizer has made, which stays resident.
+4. ``restore`` restores all of it, bit for bit and in place.
+
+Not restored: the user's other objects, generators and files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from autobatch._formatting import name_type
-from autobatch._user_errors import contextmanager
-from autobatch._wrappers import is_optimizer, members_of, own_table
-from autobatch.errors import InvalidArgument
+from autobatch._formatting import format_bytes, name_type
+from autobatch._wrappers import is_optimizer, members_of, own_attributes, own_table
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.torch_internals.storages import lacks_memory, storages_of
-from autobatch.undo.containers import Contents, children_of, record_contents
+from autobatch.undo.containers import MOST_ENTRIES
+from autobatch.undo.module_state import ModuleState
 from autobatch.undo.random_state import RandomState
-from autobatch.undo.slots import Slots, own_attributes
-from autobatch.undo.storage_copy import StorageCopies
-from autobatch.undo.tensor_header import TensorHeaders
-from autobatch.undo.written_memory import HostRecorder
+from autobatch.undo.tensor_header import UNDISTURBED
+from autobatch.undo.written_memory import Saved, WriteRecorder, WrittenMemory, put_storage
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["TrainingState"]
-
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
 
 class TrainingState:
-    """A model's and its optimizer's state at one moment.
-
-    ``rewind`` is for between trials: values, generators and the model are as they were, while the optimizer keeps the
-    state it has made, so that it is resident. ``restore`` puts everything back, in place: every tensor, dict and list
-    is the same object as before.
-    """
+    """A model's and its optimizer's state at one moment. As a context manager it restores at the end."""
 
     def __init__(
         self,
@@ -54,84 +51,74 @@ class TrainingState:
         """Record all of it, and remove the optimizer's step hooks until ``restore``: they are for training.
 
         Args:
-            model: Its submodules are covered too.
-            optimizer: ``torch.optim.Optimizer`` or anything with ``param_groups`` and ``state``; wrapped ones are
-                covered.
+            model: The model.
+            optimizer: Anything with ``param_groups``; optimizers inside it are recorded too.
             device: The device whose random generator is recorded.
-            host_bytes: Host memory that copies of values may take before they go to a file.
-            outside: Modules and tensors in the step's reach that belong to neither. Their values are copied only when
-                they are written into while ``record`` is active: a frozen teacher may be larger than the model.
+            host_bytes: Host memory that copies may take before they go to a file.
+            outside: Other modules and tensors in the step's reach. Their values are copied only before a recorded
+                write, since a frozen teacher may be larger than the model.
 
         Raises:
             DoesNotFit: Neither host memory nor the disk has space for the copies.
             InvalidArgument: A trained tensor is of a class that does not show where its values are.
         """
-        seen: set[int] = set()
-        # First: what a module shares with the optimizer is the optimizer's, which keeps it between trials.
-        of_optimizer = list(_walk([] if optimizer is None else _parts_of(optimizer), seen))
-        of_model = list(_walk([vars(module) for module in model.modules()], seen))
-        of_others = list(_walk(outside, seen | {id(module) for module in model.modules()}))
-        found = (*of_optimizer, *of_model, *of_others)
-        tensors = [value for value in found if issubclass(type(value), torch.Tensor)]
-        owned = [value for value in (*of_optimizer, *of_model) if issubclass(type(value), torch.Tensor)]
-        self._of_optimizer = [content for value in of_optimizer if (content := record_contents(value)) is not None]
-        self._of_optimizer += [Slots(value) for value in (optimizer, *of_optimizer) if is_optimizer(value)]
-        self._of_model = [
-            content for value in (*of_model, *of_others) if (content := record_contents(value)) is not None
-        ]
+        self._of_model, self._of_optimizer = ModuleState([model]), ModuleState([_Holder(_attributes_of(optimizer))])
+        self._of_others = ModuleState([_Holder([*outside])])
+        owned = [*model.parameters(), *model.buffers(), *self._of_model.tensors, *self._of_optimizer.tensors]
         _refuse_uncopied(model, owned)
-        self._classes = [(module, type(module)) for module in (model, *found) if issubclass(type(module), nn.Module)]
-        self._headers = TensorHeaders(tensors)
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way to look at what has no shape yet
-            self._gradients = [_Gradient(tensor) for tensor in tensors]
-            self._values = StorageCopies(owned, host_bytes=host_bytes)
+        with UNDISTURBED():
+            tensors = {id(tensor): tensor for tensor in (*owned, *self._of_others.tensors)}
+            leaves = [tensor for tensor in tensors.values() if tensor.is_leaf]
+            self._gradients = [(tensor, tensor.grad) for tensor in leaves]
+            self._unhooked = [one for one in leaves if not one._post_accumulate_grad_hooks]  # noqa: SLF001 - no public way
+            gradients = [gradient for _, gradient in self._gradients if gradient is not None]
+        self._of_gradients = ModuleState([_Holder(gradients)])  # half() writes into them
+        self._values = HostCopies([*owned, *gradients], host_bytes=host_bytes)
         self._random = RandomState(device)
         self._optimizer = optimizer
         _remove_step_hooks(optimizer)
 
-    @contextmanager
-    def record(self, apart: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Inside the block, copy each tensor before the first write into it, so that its value can be put back.
+    def record(self, apart: Iterable[torch.Tensor] = ()) -> WriteRecorder:
+        """While the returned mode is active, copy memory before the first write into it.
 
-        Takes about 10 us an operator. Meanwhile compiled code runs as it was written.
+        Takes about 10 us an operator. Meanwhile compiled code runs eagerly.
 
         Args:
             apart: Tensors that are not copied.
         """
-        recorder = HostRecorder(self._values, apart)
-        try:
-            with recorder:
-                yield
-        finally:
-            recorder.stop()
+        return WriteRecorder(self._values.saved, WrittenMemory(), apart, self._values.copy)
 
     def rewind(self) -> None:
-        """Put back values, generators and the model; gradients are dropped, what the optimizer has made stays."""
-        self._put_back(self._of_model)
-        for gradient in self._gradients:
-            gradient.drop()
+        """Restore values, generators and the model, and drop gradients. The optimizer keeps the state it has made."""
+        self._restore()
+        for tensor, _ in self._gradients:
+            tensor.grad = None
 
     def reset_optimizer(self) -> None:
-        """Drop what the optimizer has made: a first step in which memory ended may leave half a state."""
-        for content in self._of_optimizer:
-            content.put_back()
+        """Drop the state that the optimizer has made: a first step that ran out of memory may leave half of it."""
+        self._of_optimizer.restore()
         _remove_step_hooks(self._optimizer)
 
     def restore(self) -> None:
-        """Put everything back bit for bit."""
-        self._put_back([*self._of_optimizer, *self._of_model])
+        """Restore everything, bit for bit."""
+        self._of_optimizer.restore()
+        self._restore()
 
-    def _put_back(self, contents: Iterable[Contents]) -> None:
-        for module, cls in self._classes:
-            if type(module) is not cls:  # a lazy module has become an ordinary one
-                module.__class__ = cls
-        for content in contents:
-            content.put_back()
-        self._headers.put_back()
-        for gradient in self._gradients:  # now that gradients are what they were, too: half() casts those as well
-            gradient.put_back()
-        self._values.restore()
-        self._random.restore()
+    def _restore(self) -> None:
+        with ExitStack() as parts:  # an error in one of them leaves none of the others out; the last one is first
+            parts.callback(self._random.restore)
+            parts.callback(self._values.restore)
+            parts.callback(self._restore_gradients)
+            parts.callback(self._of_others.restore)
+            parts.callback(self._of_model.restore)
+
+    def _restore_gradients(self) -> None:
+        self._of_gradients.restore()
+        for tensor, gradient in self._gradients:
+            tensor.grad = gradient
+        with UNDISTURBED():
+            for tensor in self._unhooked:
+                (tensor._post_accumulate_grad_hooks or {}).clear()  # noqa: SLF001 - no public way
 
     def __enter__(self) -> TrainingState:
         """Restore at the end of the block, also after an error."""
@@ -147,14 +134,47 @@ class TrainingState:
             self.drop()
 
     def drop(self) -> None:
-        """Drop the record; everything stays as it is now."""
-        self._of_optimizer, self._of_model, self._classes, self._gradients = [], [], [], []
-        self._headers, self._optimizer = TensorHeaders([]), None
+        """Drop the record. Everything stays as it is now."""
+        self._of_model = self._of_optimizer = self._of_others = self._of_gradients = ModuleState([])
+        self._gradients, self._unhooked, self._optimizer = [], [], None
         self._values.close()
 
 
+class _Holder(nn.Module):
+    """Holds any objects, so that a record of modules has them too."""
+
+    def __init__(self, held: list[Any]) -> None:
+        super().__init__()
+        self.held = held
+
+
+def _attributes_of(optimizer: Any | None) -> list[Any]:
+    """Return what the optimizers hold that were passed, and those inside them."""
+    found: list[Any] = []
+    waiting, seen = [*members_of(optimizer)], set[int]()
+    for value in waiting:  # grows while it is read
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        held = own_attributes(value)
+        found += [own_table(value), held]
+        # The state of a large model has more entries than a record looks into.
+        found += [entry for part in held if issubclass(type(part), dict) for entry in part.values()]
+        held = [one for part in held for one in (part if type(part) in (list, tuple) else [part])]
+        waiting += [part for part in held if is_optimizer(part) or any(map(is_optimizer, own_attributes(part)))]
+    return [found[start : start + MOST_ENTRIES] for start in range(0, len(found), MOST_ENTRIES)]
+
+
+def _remove_step_hooks(optimizer: Any | None) -> None:
+    for member in members_of(optimizer):
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            hooks = getattr(member, name, None)
+            if isinstance(hooks, dict):
+                hooks.clear()
+
+
 def _refuse_uncopied(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse tensors whose values a trial would change and nobody could put back; a frozen one need not be copied."""
+    """Refuse tensors whose values a trial would change and nobody could restore. Frozen ones need no copy."""
     for tensor in tensors:
         if tensor.requires_grad and lacks_memory(tensor) and next(storages_of(tensor), None) is None:
             name = next((name for name, one in model.named_parameters() if one is tensor), "a tensor")
@@ -164,57 +184,79 @@ def _refuse_uncopied(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
             )
 
 
-class _Gradient:
-    """A tensor's gradient and hooks, by identity."""
+class HostCopies:
+    """Copies of whole storages in host memory, or in a file if host memory is short.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self._is_leaf = tensor, tensor.is_leaf
-        self._gradient = tensor.grad if tensor.is_leaf else None
-        self._unhooked = [name for name in _TENSOR_HOOKS if getattr(tensor, name) is None]
+    Whole storages make views, tied tensors, overlapping strides and payloads of NaN right by construction.
 
-    def put_back(self) -> None:
-        for name in self._unhooked:
-            (getattr(self.tensor, name) or {}).clear()
-        if self._is_leaf:
-            self.tensor.grad = self._gradient
+    Attributes:
+        saved: By storage, its bytes and their copy.
+    """
 
-    def drop(self) -> None:
-        if self._is_leaf:
-            self.tensor.grad = None
+    def __init__(self, tensors: Iterable[torch.Tensor], *, host_bytes: int) -> None:
+        """Copy every distinct storage of the tensors once.
+
+        Args:
+            tensors: Tensors on any device.
+            host_bytes: Host memory that copies may take. More go to a temporary file, whose pages the kernel can write
+                out.
+
+        Raises:
+            DoesNotFit: The disk has not enough space either.
+        """
+        self._host_bytes, self._total = host_bytes, 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.saved: Saved = {}
+        storages = {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
+        self._reserve(sum(storage.nbytes() for storage in storages.values()))
+        self.saved.update({key: self._copy(storage, index) for index, (key, storage) in enumerate(storages.items())})
+
+    def copy(self, storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all bytes of one more storage, and a copy of them.
+
+        Raises:
+            DoesNotFit: Neither host memory nor the disk has space for it.
+        """
+        self._reserve(storage.nbytes())
+        return self._copy(storage, len(self.saved))
+
+    def _reserve(self, byte_count: int) -> None:
+        self._total += byte_count
+        if self._folder is None and self._total > self._host_bytes:
+            self._folder = _open_folder(self._total, self._host_bytes)
+
+    def _copy(self, storage: torch.UntypedStorage, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with _disable_current_modes():  # a copy is no part of a measurement, and does not run out of memory in a test
+            size, device = storage.nbytes(), storage.device
+            memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
+            if self._folder is None or size == 0:
+                return memory, memory.to("cpu", copy=True)
+            path = str(Path(self._folder.name, str(index)))
+            return memory, torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu").copy_(memory)
+
+    def restore(self) -> None:
+        """Write the copied bytes back. Can be done any number of times."""
+        with _disable_current_modes():
+            for memory, value in self.saved.values():
+                put_storage(memory, value)
+
+    def close(self) -> None:
+        """Free the copies, and delete the file."""
+        self.saved.clear()  # a recorder holds it too
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
-def _walk(roots: Iterable[Any], seen: set[int]) -> Iterator[Any]:
-    """Every object below the roots that is not in ``seen``, once each: roots first, then what they hold."""
-    waiting = list(roots)
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield value
-        waiting += _below(value)
-
-
-def _below(value: Any) -> list[Any]:
-    # By type: a mock passes for an instance of the class that it imitates.
-    if issubclass(type(value), torch.Tensor):
-        gradient = value.grad if value.is_leaf else None
-        return [vars(value), gradient, *(getattr(value, name) for name in _TENSOR_HOOKS)]
-    # A module that is hidden in a list, the optimizer inside another, and what passes all questions on to one.
-    if issubclass(type(value), nn.Module):
-        return [own_table(value)]
-    if is_optimizer(value) or any(map(is_optimizer, own_attributes(value))):
-        return _parts_of(value)
-    return children_of(value)
-
-
-def _parts_of(owner: Any) -> list[Any]:
-    return [own_table(owner), *own_attributes(owner)]
-
-
-def _remove_step_hooks(optimizer: Any | None) -> None:
-    for member in members_of(optimizer):
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            hooks = getattr(member, name, None)
-            if isinstance(hooks, dict):
-                hooks.clear()
+def _open_folder(total: int, host_bytes: int) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="autobatch-")
+    free = shutil.disk_usage(folder.name).free
+    if free >= total:
+        return folder
+    folder.cleanup()
+    # Checked, because the files are mapped: a disk that is full when a page is written ends the process (SIGBUS).
+    raise DoesNotFit(
+        f"trials need a copy of the training state, {format_bytes(total)}, but host memory has "
+        f"{format_bytes(host_bytes)} for it and {tempfile.gettempdir()} {format_bytes(free)}; free some, or set TMPDIR "
+        f"to a larger disk"
+    )

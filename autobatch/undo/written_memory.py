@@ -11,15 +11,13 @@ Watching costs about 10 us an operator, so it is done in few steps. In others to
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode
 
 from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator
 from autobatch.torch_internals.storages import storages_of
-from autobatch.undo.storage_copy import StorageCopies
 
 Saved = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By storage: all of its bytes as a view, and a copy of them."""
@@ -62,15 +60,30 @@ def put_storage(memory: torch.Tensor, value: torch.Tensor) -> None:
     memory.copy_(value)
 
 
-class _WriteMode(DispatchMode):
-    """While active, calls ``_save`` before an operator writes into memory that was there when this was entered."""
+class WriteRecorder(DispatchMode):
+    """While active, copies each storage that was there before into a record, before an operator writes into it."""
 
-    # Such as flex_attention run eagerly: they are called as they are, and what they call is recorded.
+    # Such as flex_attention run eagerly: they run unchanged, and the operators that they call are recorded.
     supports_higher_order_operators = True
 
-    def __init__(self, apart: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        saved: Saved,
+        known: WrittenMemory,
+        apart: Iterable[torch.Tensor],
+        save: Callable[[torch.UntypedStorage], tuple[torch.Tensor, torch.Tensor]] = save_storage,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            saved: Record of the copies; the recorder adds to it.
+            known: Memory that was written into is added.
+            apart: Tensors that are not copied: gradients, sums of them, the batch.
+            save: Makes the copy of one storage.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        # Those made while this is active as well: they were not there before.
+        self._saved, self._known, self._copy = saved, known, save
+        # Tensors that are made while this is active are added: they were not there before.
         self._apart = {storage._cdata for tensor in apart for storage in storages_of(tensor)}
 
     def __torch_dispatch__(
@@ -92,58 +105,12 @@ class _WriteMode(DispatchMode):
         self._apart |= made - given
         return result
 
-    def stop(self) -> None:
-        """Leave the mode if an interrupt has not let it be left: one that comes as a ``with`` block ends does that."""
-        if _get_current_dispatch_mode() is self:
-            _pop_mode()
-
-    def _save(self, tensor: torch.Tensor) -> None:
-        raise NotImplementedError
-
-
-class WriteRecorder(_WriteMode):
-    """While active, copies each storage that was there before into a record, before an operator writes to it."""
-
-    def __init__(self, saved: Saved, known: WrittenMemory, apart: Iterable[torch.Tensor]) -> None:
-        """Prepare.
-
-        Args:
-            saved: Where copies go.
-            known: Is added to.
-            apart: Tensors that are not copied: gradients, sums of them, the batch.
-        """
-        super().__init__(apart)
-        self._saved, self._known = saved, known
-
     @torch.no_grad()
     def _save(self, tensor: torch.Tensor) -> None:
         for storage in storages_of(tensor):
             if storage._cdata not in self._apart and storage._cdata not in self._saved:
-                self._saved[storage._cdata] = save_storage(storage)
+                self._saved[storage._cdata] = self._copy(storage)
                 self._known.add([tensor])
-
-
-class HostRecorder(_WriteMode):
-    """While active, copies each storage that was there before into host memory, before an operator writes to it.
-
-    The copies are no part of a measurement: no other mode counts them, nor lets memory end in them.
-    """
-
-    def __init__(self, copies: StorageCopies, apart: Iterable[torch.Tensor] = ()) -> None:
-        """Prepare.
-
-        Args:
-            copies: Is added to; of what it has already, no second copy is made.
-            apart: Tensors that are not copied.
-        """
-        super().__init__(apart)
-        self._copies = copies
-
-    @torch.no_grad()
-    def _save(self, tensor: torch.Tensor) -> None:
-        if any(storage._cdata not in self._apart for storage in storages_of(tensor)):
-            with _disable_current_modes():
-                self._copies.add(tensor)
 
 
 _WRITTEN: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}

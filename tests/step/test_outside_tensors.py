@@ -210,9 +210,9 @@ def test_what_is_not_written_is_not_copied():
     def state_copies():
         import gc
 
-        from autobatch.undo.storage_copy import StorageCopies
+        from autobatch.undo.training_state import HostCopies
 
-        return [key for item in gc.get_objects() if isinstance(item, StorageCopies) for key in item._copies]
+        return [key for item in gc.get_objects() if isinstance(item, HostCopies) for key in item.saved]
 
     fit(nn.Linear(6, 4), step)
     assert not copied
@@ -222,7 +222,7 @@ def test_what_the_step_makes_itself_is_not_copied():
     """Also where no operator makes it: ``torch.tensor``, of which optimizers make their counters."""
     model, made = nn.Linear(6, 4), []
     with TrainingState(model, None, torch.device("cpu"), host_bytes=2**30) as state:
-        before = len(state._values._copies)
+        before = len(state._values.saved)
         with state.record():
             made.extend([torch.tensor(0.0).add_(1), torch.zeros(2).add_(1), torch.ones(4)[1:].detach().add_(1)])
-        assert len(state._values._copies) == before
+        assert len(state._values.saved) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -55,67 +54,10 @@ class Changes(nn.Module):
         return self.layer(inputs)
 
 
-@dataclass(slots=True)
-class Slotted:
-    """Its fields are in no ``__dict__``."""
-
-    count: int = 0
-    seen: bool | None = None
-
-
 class Plain:
-    """Slots, and no dataclass."""
+    """Its attributes are in no ``__dict__``."""
 
     __slots__ = ("count",)
-
-
-@dataclass(slots=True, frozen=True)
-class Frozen:
-    """Refuses to be assigned to; the list in it changes."""
-
-    seen: list = field(default_factory=list)
-
-
-class Base:
-    """An ordinary class, whose objects have a ``__dict__``."""
-
-
-@dataclass(slots=True)
-class Mixed(Base):
-    """Slots, and a ``__dict__`` beside them."""
-
-    count: int = 0
-    late: int = field(init=False)
-
-
-class Hits(dict):
-    """A dict with an attribute, which it counts up itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.hits = 0
-
-    def __setitem__(self, key, value):
-        self.hits += 1
-        super().__setitem__(key, value)
-
-
-class Marked(list):
-    """A list with a slot."""
-
-    __slots__ = ("mark",)
-
-
-def count_mixed(model):
-    """In a slot, in one that was empty, and in the ``__dict__``."""
-    state = model.state
-    state.count, state.late, state.other = state.count + 1, state.count, state.count
-
-
-def mark_list(model):
-    """Its entries and its slot."""
-    model.state.append(len(model.state))
-    model.state.mark = len(model.state)
 
 
 def replace_and_write(model):
@@ -172,26 +114,6 @@ CORNERS = {
     "attribute of a tensor": (lambda m: None, mark, lambda m: getattr(m.layer.weight, "calls", 0)),
     "array with NaN": (with_array(NANS), add_to_array, lambda m: m.array.tobytes()),
     "inference buffer": (make_inference, write_inference, lambda m: m.cache.tolist()),
-    "slots of a dataclass": (
-        lambda m: setattr(m, "state", Slotted()),
-        lambda m: setattr(m.state, "count", m.state.count + 1),
-        lambda m: m.state.count,
-    ),
-    "a list in a frozen dataclass with slots": (
-        lambda m: setattr(m, "state", Frozen()), lambda m: m.state.seen.append(1), lambda m: len(m.state.seen),
-    ),
-    "slots beside attributes": (
-        lambda m: setattr(m, "state", Mixed()), count_mixed,
-        lambda m: (m.state.count, getattr(m.state, "late", None), dict(vars(m.state))),
-    ),
-    "attributes of a dict": (
-        lambda m: setattr(m, "state", Hits()),
-        lambda m: m.state.update(n=0) or m.state.__setitem__(len(m.state), 0),
-        lambda m: (m.state.hits, dict(m.state)),
-    ),
-    "slot of a list": (
-        lambda m: setattr(m, "state", Marked()), mark_list, lambda m: (getattr(m.state, "mark", 0), [*m.state]),
-    ),
     "more than 1,000 entries": (fill, lambda m: m.many.append(len(m.many)), lambda m: len(m.many)),
 }  # fmt: skip
 
@@ -260,7 +182,7 @@ def test_an_array_that_is_not_copied_does_not_stop_a_step(kind, tmp_path):
 
 
 def test_an_object_with_slots_is_put_back_by_reference():
-    """One that is no dataclass is not looked into, and does not stop what is."""
+    """Slots are not looked into, and do not stop what is."""
     model = nn.Linear(2, 2)
     model.slotted = first = Plain()
     state = ModuleState([model])
@@ -268,25 +190,6 @@ def test_an_object_with_slots_is_put_back_by_reference():
     model.slotted = Plain()
     state.restore()
     assert model.slotted is first
-
-
-def test_a_dataclass_with_slots_is_kept_and_put_back_after_a_fit():
-    """In ``keep=`` and in an attribute, as one without slots is."""
-    kept, model = Slotted(), Changes(*CORNERS["slots of a dataclass"][:2])
-
-    def step(model, batch):
-        kept.count += 1
-        if kept.count == 2 and kept.seen is None:
-            kept.seen = True
-            raise ValueError("planned")
-        return mean_step(model, batch)
-
-    plan = autobatch.fit(model, 8, batch=make_batch(8), step=mean_step, max_micro_batch=4)
-    assert model.state.count == 0
-    runner = autobatch.Runner(plan, model, step, None, keep=[kept])
-    with pytest.raises(ValueError, match="planned"):
-        runner.accumulate(make_batch(8))
-    assert (kept.count, kept.seen, model.state.count) == (0, None, 0)
 
 
 class Counter:

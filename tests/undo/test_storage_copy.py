@@ -6,6 +6,7 @@ import gc
 import shutil
 import tempfile
 import weakref
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from workloads import differences
 
 from autobatch.errors import DoesNotFit
 from autobatch.torch_internals.storages import storages_of
-from autobatch.undo.storage_copy import StorageCopies
+from autobatch.undo.training_state import HostCopies
 
 IN_MEMORY, IN_A_FILE = 2**40, 0
 
@@ -69,7 +70,7 @@ def test_every_tensor_comes_back_bit_for_bit(name, host_bytes):
     tensor = TENSORS[name]()
     expected = [list(bytes(storage)) for storage in storages_of(tensor)]
     assert expected
-    with StorageCopies([tensor], host_bytes=host_bytes) as copies:
+    with closing(HostCopies([tensor], host_bytes=host_bytes)) as copies:
         for _ in range(2):
             scramble(tensor)
             copies.restore()
@@ -87,7 +88,7 @@ def test_any_set_of_tensors_comes_back(sizes, host_bytes, seed):
     tensors = [torch.randn(size, generator=generator) for size in sizes]
     tensors += [tensor[: tensor.numel() // 2] for tensor in tensors]
     expected = [tensor.clone() for tensor in tensors]
-    with StorageCopies(tensors, host_bytes=host_bytes) as copies:
+    with closing(HostCopies(tensors, host_bytes=host_bytes)) as copies:
         for tensor in tensors:
             tensor.fill_(7)
         copies.restore()
@@ -98,7 +99,7 @@ def test_the_tensor_stays_the_same_memory():
     """Values return into the very memory they were in: whoever shares it sees them too."""
     tensor = torch.arange(6.0)
     view, address, version = tensor[2:4], tensor.data_ptr(), tensor._version
-    with StorageCopies([tensor], host_bytes=IN_MEMORY) as copies:
+    with closing(HostCopies([tensor], host_bytes=IN_MEMORY)) as copies:
         tensor.data.zero_()
         copies.restore()
     assert (tensor.data_ptr(), tensor._version) == (address, version)
@@ -108,15 +109,15 @@ def test_the_tensor_stays_the_same_memory():
 def test_a_shared_storage_is_copied_once():
     """Two views, or a tied weight, cost one copy."""
     tensor = torch.arange(100.0)
-    with StorageCopies([tensor, tensor[3:], tensor.view(10, 10)], host_bytes=400) as copies:
-        assert len(copies._copies) == 1
+    with closing(HostCopies([tensor, tensor[3:], tensor.view(10, 10)], host_bytes=400)) as copies:
+        assert len(copies.saved) == 1
         assert copies._folder is None  # 400 bytes are 400 bytes: nothing had to go to a file
 
 
 def test_a_resized_storage_gets_its_size_back():
     """What was resized, or freed as sharded training does, is as large as before and holds the old bytes."""
     tensor, freed = torch.arange(10.0), torch.arange(5.0)
-    with StorageCopies([tensor, freed], host_bytes=IN_MEMORY) as copies:
+    with closing(HostCopies([tensor, freed], host_bytes=IN_MEMORY)) as copies:
         tensor.resize_(1000).zero_()
         freed.untyped_storage().resize_(0)
         copies.restore()
@@ -130,7 +131,7 @@ def test_what_has_no_storage_is_passed_over(make):
     """Meta tensors have no values, opaque ones do not show theirs."""
     tensor = make()
     assert list(storages_of(tensor)) == []
-    with StorageCopies([tensor], host_bytes=IN_MEMORY) as copies:
+    with closing(HostCopies([tensor], host_bytes=IN_MEMORY)) as copies:
         copies.restore()
 
 
@@ -144,7 +145,7 @@ def folder(tmp_path, monkeypatch):
 def test_the_file_is_gone_afterwards(folder):
     """While it is needed the copies lie in one folder, and none of it stays."""
     tensor = torch.arange(1000.0)
-    with StorageCopies([tensor, torch.ones(3), torch.empty(0)], host_bytes=4000) as copies:
+    with closing(HostCopies([tensor, torch.ones(3), torch.empty(0)], host_bytes=4000)) as copies:
         [inside] = folder.iterdir()
         assert inside.name.startswith("autobatch-")
         assert sum(file.stat().st_size for file in inside.iterdir()) == 4012
@@ -161,16 +162,16 @@ def test_a_copy_is_made_in_one_place(host_bytes):
     tensor = torch.ones(10_000)
     with (
         torch.autograd.profiler.profile(use_cpu=True, profile_memory=True) as profile,
-        StorageCopies([tensor], host_bytes=host_bytes),
+        closing(HostCopies([tensor], host_bytes=host_bytes)),
     ):
         pass
-    allocated = [event.cpu_memory_usage for event in profile.function_events if event.cpu_memory_usage > 0]
+    allocated = [max(event.self_cpu_memory_usage, 0) for event in profile.function_events]
     assert sum(allocated) == 40_000
 
 
 def test_the_file_is_gone_after_an_interrupt(folder):
     """Also when the block ends by Ctrl-C."""
-    with pytest.raises(KeyboardInterrupt), StorageCopies([torch.ones(9)], host_bytes=0):
+    with pytest.raises(KeyboardInterrupt), closing(HostCopies([torch.ones(9)], host_bytes=0)):
         raise KeyboardInterrupt
     assert list(folder.iterdir()) == []
 
@@ -179,14 +180,14 @@ def test_a_full_disk_is_said_before_anything_is_written(folder, monkeypatch):
     """A mapped file on a full disk would end the process: so it is asked first."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(DoesNotFit, match=r"1\.0 KiB, but host memory has 10 bytes for it and .* 100 bytes; .*TMPDIR"):
-        StorageCopies([torch.ones(256)], host_bytes=10)
+        HostCopies([torch.ones(256)], host_bytes=10)
     assert list(folder.iterdir()) == []
 
 
 def test_nothing_stays_in_memory():
     """The copies go with the block; the tensors were never copied on their device."""
-    with StorageCopies([torch.ones(9)], host_bytes=IN_MEMORY) as copies:
-        references = [weakref.ref(part) for pair in copies._copies.values() for part in pair]
+    with closing(HostCopies([torch.ones(9)], host_bytes=IN_MEMORY)) as copies:
+        references = [weakref.ref(part) for pair in copies.saved.values() for part in pair]
     gc.collect()
     assert [reference() for reference in references] == [None, None]
 
@@ -197,6 +198,6 @@ MAPS = Path("/proc/self/maps")
 @pytest.mark.skipif(not MAPS.exists(), reason="reads /proc")
 def test_the_file_is_not_mapped_any_more(folder):
     """A deleted file that is still mapped would keep its disk space."""
-    with StorageCopies([torch.ones(9)], host_bytes=0):
+    with closing(HostCopies([torch.ones(9)], host_bytes=0)):
         assert str(folder) in MAPS.read_text()
     assert str(folder) not in MAPS.read_text()

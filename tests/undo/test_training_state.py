@@ -526,7 +526,7 @@ def test_an_optimizer_kept_by_the_model_is_the_optimizer_s():
     """Its state stays resident between trials, though the model reaches it too."""
     model = Everything()
     optimizer = torch.optim.AdamW(model.parameters())
-    model.optimizer, model.steps = optimizer, [optimizer.state]
+    model.optimizer, model.optimizers = optimizer, [optimizer]
     with remember(model, optimizer) as state:
         train(model, optimizer)
         state.rewind()
@@ -548,7 +548,7 @@ def test_nothing_stays_in_memory_or_on_disk(tmp_path, monkeypatch):
             made = [value for entry in optimizer.state.values() for value in entry.values()]
             made += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             references = [weakref.ref(tensor.untyped_storage()) for tensor in made]
-            references += [weakref.ref(copy) for _, copy in state._values._copies.values()]
+            references += [weakref.ref(copy) for _, copy in state._values.saved.values()]
             del made
         assert len(references) > 20
         assert not any(reference() for reference in references)

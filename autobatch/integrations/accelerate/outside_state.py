@@ -25,10 +25,9 @@ from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.step.reachable import attributes_of, parts_of, walk
 from autobatch.torch_internals.storages import storages_of
-from autobatch.undo.containers import children_of, find_contents
+from autobatch.undo.containers import children_of, find_contents, is_copied_by_value
 from autobatch.undo.training_state import TrainingState
 from autobatch.undo.user_objects import UserObjects
-from autobatch.undo.value_copy import is_copied_by_value
 
 __all__ = ["OutsideState"]
 

@@ -26,13 +26,12 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autobatch._formatting import name_type
-from autobatch._wrappers import SeveralOptimizers, is_optimizer, own_table
+from autobatch._wrappers import SeveralOptimizers, is_optimizer, own_attributes, own_table
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.timeline import Kind
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder, make_fake
 from autobatch.step.reachable import parts_of, walk
-from autobatch.undo.slots import own_attributes
 
 __all__ = ["FakeModel", "Location", "modules_of", "shard_shape"]
 
