@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autobatch.batch.list_rules import Fields, Samples
 from autobatch.batch.registry import register
+from autobatch.batch.rules import Fields, Samples
 
 __all__ = ["Fields", "Samples", "register"]

@@ -91,8 +91,7 @@ def find_example(
         return Example(layout, warnings)
     # First, where the few samples that are compared have it in any case.
     count = layout.count - 1
-    turned = Layout(layout.pick([count, *range(count)]), count + 1, layout.lists)
-    return Example(Layout(layout.take(0, count), count, layout.lists), warnings, turned)
+    return Example(layout.part(range(count)), warnings, layout.part([count, *range(count)]))
 
 
 def check_values(batch: Any) -> None:

@@ -21,8 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from autobatch.batch.layout import Layout, describe
 from autobatch.batch.lengths import ByLength
-from autobatch.batch.list_rules import ListReading
 from autobatch.batch.registry import find_type
+from autobatch.batch.rules import ListReading
 from autobatch.batch.tree import count_elements, leaves_of
 from autobatch.errors import InvalidArgument
 
@@ -62,7 +62,7 @@ class _Source:
             return describe(batch)
         read = [reading for lists in found if lists for reading in lists.items()]
         lists = dict(sorted(read, key=lambda reading: _OUTWEIGHS.index(reading[1])))
-        return describe(batch, like=Layout(None, len(entries), lists))
+        return describe(batch, lists)
 
     def size(self, entry: Any) -> tuple[int, float, int]:
         """Return the rank of an entry: length, if it is known; elements (a sample, if it is a batch); characters."""

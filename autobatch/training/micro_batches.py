@@ -40,15 +40,10 @@ def cut(workload: Workload, groups: Iterable[Group], largest: int, smallest: int
                     trimmed.append(part)
                     answers.append(group.lengths.ask(samples))
                 weights = workload.weights_of(samples, part.size)
-                parts[index] = part._replace(weights=weights, counts=max(weights.values()) > 0)
+                parts[index] = part._replace(weights=weights)
             check_trimmed(group, trimmed, answers)
         micro_batches += parts
     return micro_batches
-
-
-def rows_of(micro_batches: Iterable[MicroBatch]) -> tuple[tuple[int, ...], ...]:
-    """Return the samples of each micro-batch, as rows of its batch; those of a second one are counted on."""
-    return tuple(tuple(part.first + row for row in part.rows) for part in micro_batches)
 
 
 def find_least_size(groups: Iterable[Group], smallest: int) -> int:

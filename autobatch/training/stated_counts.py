@@ -129,7 +129,7 @@ def check_counts(doubtful: Sequence[Stated], smallest: int, count_again: CountAg
 
 
 def _follows(one: MicroBatch, other: MicroBatch) -> bool:
-    return one.batch is other.batch and one.rows[0] == other.rows[-1] + 1
+    return one.batches == other.batches and one.rows[0] == other.rows[-1] + 1
 
 
 def _are_same(first: Mapping[str, float], second: Mapping[str, float], nothing: float) -> bool:
