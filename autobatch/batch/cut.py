@@ -48,13 +48,13 @@ class Lengths(NamedTuple):
         values: The length of each sample.
         trims: For each sample, what is left of a micro-batch of which it is the longest; ``None``: all.
         sizes: How many samples may run together, by length.
-        ask: Asks the user for the lengths of some samples.
+        read: Reads the lengths of so many samples, by the user's function.
     """
 
     values: Sequence[int]
     trims: Sequence[Trim | None]
     sizes: tuple[SizeAtLength, ...]
-    ask: Callable[[Any], Any]
+    read: Callable[[Any, int], list[int]]
 
 
 class Group(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autobatch.batch.registry import find_type
-from autobatch.batch.rules import ROOT, Leaf, ListReading, Marked, count_samples, decide_lists
+from autobatch.batch.registry import ListReading, Marked, find_type
+from autobatch.batch.rules import ROOT, Leaf, count_samples, decide_lists
 from autobatch.batch.tree import (
     as_leaf,
     fields_of,
@@ -242,6 +242,27 @@ def is_empty(batch: Any) -> bool:
         return True
     with_rows = [tensor for tensor in tensors_of(batch) if tensor.ndim]
     return bool(with_rows) and not any(map(len, with_rows))
+
+
+def check_values(batch: Any) -> None:
+    """Raise InvalidArgument if a tensor has no values, or the ``take`` of a registered type ignores its indices."""
+    if isinstance(batch, torch.Tensor):
+        refuse_meta(batch)
+    elif (registered := find_type(batch)) is not None:
+        for tensor in registered.tensors(batch):
+            refuse_meta(tensor)
+        registered.check_take(batch)
+    for _, child in fields_of(batch) or ():
+        check_values(child)
+
+
+def refuse_meta(tensor: torch.Tensor) -> None:
+    """Raise InvalidArgument if a tensor of a batch is on the meta device."""
+    if tensor.is_meta:
+        raise InvalidArgument(
+            f"a tensor of shape {tuple(tensor.shape)} in the batch is on the meta device and has no values to run: "
+            f"pass real samples (predict() needs no values)"
+        )
 
 
 def _select(leaf: Leaf, rows: Rows, trim: Trim | None = None) -> Any:

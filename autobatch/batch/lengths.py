@@ -37,13 +37,9 @@ class ByLength:
     dims: Mapping[str, int | Sequence[int]] | None = None
     padding: Side | None = None
 
-    def ask(self, batch: Any) -> Any:
-        """Call the user's function; raises InvalidArgument where it wrote into the batch."""
-        return call_read_only("length_of", self.length_of, batch)
-
     def read(self, batch: Any, count: int) -> list[int]:
         """Read the length of each sample; raises InvalidArgument where the function gave something else."""
-        return _read_answer(self.ask(batch), count)
+        return _read_answer(call_read_only("length_of", self.length_of, batch), count)
 
 
 def read_by_length(cut: Any) -> ByLength | None:
@@ -137,10 +133,13 @@ class PlannedLengths:
         if layout.count > 1:
             layout.take(0, 1)  # raises where a list can be read in two ways
         rows = sort_rows(values)
+        return Group([layout], rows, self.read(layout, rows, values))
+
+    def read(self, layout: Layout, rows: Sequence[int], values: Sequence[int]) -> Lengths:
+        """Return the lengths of these rows, and to what each would be trimmed; raises as ``padded_length``."""
         padded = padded_length(layout, self.padding, values)
         ordered = [values[row] for row in rows]
-        trims = [self._trim(length, padded) for length in ordered]
-        return Group([layout], rows, Lengths(ordered, trims, self.sizes, self.cut.ask))
+        return Lengths(ordered, [self._trim(length, padded) for length in ordered], self.sizes, self.cut.read)
 
     def _trim(self, length: int, padded: int) -> Trim | None:
         """Return what is left of a micro-batch whose longest sample has this length; ``None`` for all of it."""
@@ -154,28 +153,24 @@ def sort_rows(values: Sequence[int]) -> list[int]:
     return sorted(range(len(values)), key=lambda row: -values[row])
 
 
-def check_trimmed(group: Group, parts: Sequence[MicroBatch], answers: Sequence[Any]) -> None:
+def check_trimmed(lengths: Lengths, part: MicroBatch, values: Sequence[int], samples: Any) -> None:
     """Refuse padding on the wrong side, and lengths that count positions of padding too.
 
     Args:
-        group: The samples, with their lengths.
-        parts: Trimmed micro-batches of it.
-        answers: The results of the user's function for each; all are read at once, as each may wait for a device.
+        lengths: Reads the lengths of samples.
+        part: A trimmed micro-batch.
+        values: Length of each of its samples before they were trimmed.
+        samples: Its samples.
 
     Raises:
         InvalidArgument: A sample is of another length once it is trimmed.
     """
-    if group.lengths is None or not parts:
-        return
-    length_of = dict(zip(group.rows, group.lengths.values, strict=True))
-    before = [(max(length_of[row], 1), part.trim) for part in parts for row in part.rows]
-    after = _read_answers(answers, [part.size for part in parts])
-    for (one, trim), other in zip(before, after, strict=True):
-        if max(other, 1) != one:
+    for before, after in zip(values, lengths.read(samples, part.size), strict=True):
+        if max(before, 1) != max(after, 1) and part.trim is not None:
             raise InvalidArgument(
-                f"length_of() gives {other} for a sample that it gave {one} for before its padding was trimmed on the "
-                f"{trim.padding.side if trim else 'right'}: count what is no padding, or pass "
-                f"autobatch.by_length(length_of, padding='left') where padding comes first"
+                f"length_of() gives {after} for a sample whose length was {before} before its padding was trimmed on "
+                f"the {part.trim.padding.side}: count what is no padding, or pass autobatch.by_length(length_of, "
+                f"padding='left') where padding comes first"
             )
 
 
@@ -205,14 +200,11 @@ class SamplesByLength:
         """
         values = cut.read(example.batch, example.count)
         padding = find_padding(example, cut, values)
-        group = PlannedLengths(cut, (), padding).sort(example, values)
-        assert group.lengths is not None  # noqa: S101 - narrows for mypy
-        last = example.count - 1
-        alone = [
-            MicroBatch([example], [group.rows[index]], group.lengths.trims[index], 1, {})
-            for index in (0, last // 2, last)
-        ]
-        check_trimmed(group, alone, [cut.ask(one.samples()) for one in alone])
+        rows = sort_rows(values)
+        lengths = PlannedLengths(cut, (), padding).read(example, rows, values)
+        for index in sorted({0, (example.count - 1) // 2, example.count - 1}):
+            alone = MicroBatch([example], [rows[index]], lengths.trims[index], 1, {})
+            check_trimmed(lengths, alone, [lengths.values[index]], alone.samples())
         return cls(example, values, padding, max(padded_length(example, padding, values), 1))
 
     @property
@@ -238,14 +230,6 @@ class SamplesByLength:
             return batch
         length = max(cut.read(batch, layout.count))
         return layout.part(range(layout.count), Trim(self.padding, length)).batch
-
-
-def _read_answers(answers: Sequence[Any], counts: Sequence[int]) -> list[int]:
-    """List the lengths of the samples of several batches; raises InvalidArgument as ``ByLength.read``."""
-    are_rows = all(type(one) is torch.Tensor and one.shape == (n,) for one, n in zip(answers, counts, strict=True))
-    if are_rows and len({(answer.device, answer.dtype) for answer in answers}) == 1:
-        return _read_answer(torch.cat([*answers]), sum(counts))  # one wait for a device, not one for each batch
-    return [value for answer, count in zip(answers, counts, strict=True) for value in _read_answer(answer, count)]
 
 
 def _read_answer(given: Any, count: int) -> list[int]:

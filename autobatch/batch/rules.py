@@ -45,16 +45,16 @@ another list beside it leaves only one number of samples.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch._formatting import name_type, show_value, with_article
 from autobatch._wrappers import own_table
-from autobatch.batch.registry import find_type
+from autobatch.batch.registry import ListReading, Marked, find_type
 from autobatch.batch.tree import count_rows, field_names, fields_of, is_array, is_sequence, leaves_of
 from autobatch.errors import InvalidArgument
 
@@ -70,7 +70,6 @@ _KNOWN = (type(None), *_NUMBERS, bytes, str, *_UNORDERED, slice, torch.Tensor, t
 _DEPTH, _WIDTH = 3, 64
 """How far an unknown object is looked into: torch_geometric's ``Data`` has its tensors in a dict in a store in it."""
 
-ListReading = Literal["samples", "fields", "unclear"]
 Kind = Literal["rows", "samples", "fields", "unclear", "open", "shared"]
 
 
@@ -87,35 +86,6 @@ class Leaf(NamedTuple):
     path: str
     value: Any
     kind: Kind
-
-
-class Marked(list[Any]):
-    """A list with a known reading."""
-
-    reading: ClassVar[ListReading]
-
-    def __init__(self, entries: Iterable[Any] = (), /) -> None:
-        """Refuse a text or a mapping, which would be taken apart, and other types than lists."""
-        if not isinstance(entries, Iterable) or isinstance(entries, str | bytes | Mapping):
-            name = type(self).__name__
-            raise InvalidArgument(f"autobatch.batches.{name}() takes a list of entries, not {name_type(entries)}")
-        super().__init__(entries)
-
-
-class Samples(Marked):
-    """A list in a batch with one entry for each sample.
-
-    It is a ``list`` in every other way: ``step`` is called with one, and a collate function may return one. A plan
-    holds how its example batch was read (``plan.batch_lists``), so batches of later steps need no mark.
-    """
-
-    reading = "samples"
-
-
-class Fields(Marked):
-    """A list in a batch whose entries are fields, such as inputs and targets: each holds all samples."""
-
-    reading = "fields"
 
 
 # ------------------------------------------------------------------------------------------- the number of samples
