@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from autobatch.batch.list_rules import Fields, Samples
-from autobatch.batch.registry import register
+from autobatch.batch.registry import Fields, Samples, register
 
 __all__ = ["Fields", "Samples", "register"]

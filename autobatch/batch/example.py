@@ -1,50 +1,57 @@
 """Finds the example batch that every trial is made from: given, drawn from a dataset, or inferred from the model.
 
-From a model are read Lightning's ``example_input_array``, timm's ``pretrained_cfg`` and a first layer that fixes the
-whole shape; not Hugging Face's ``dummy_inputs``, as a few tokens would give an absurd plan. If the shape stays open,
-the error says what to pass.
+- Of a Dataset or DataLoader the largest samples are collated together: the batch that a plan must survive. The size of
+  a sample is its number of tensor elements alone after the loader's ``collate_fn``, then of characters. If lengths are
+  known, they come first, and shorter samples are taken too. No worker process starts.
+- From a model come Lightning's ``example_input_array``, timm's ``pretrained_cfg`` and a first layer that fixes the
+  whole shape. Hugging Face's ``dummy_inputs`` are not used: a few tokens would give an absurd plan.
 """
 
 from __future__ import annotations
 
+import heapq
 import inspect
-from collections.abc import Mapping
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
 
 from autobatch._wrappers import unwrap_model
-from autobatch.batch.largest import choose_samples, is_source
 from autobatch.batch.layout import Layout, describe
 from autobatch.batch.lengths import ByLength
-from autobatch.batch.registry import find_type
-from autobatch.batch.tree import fields_of, map_tensors
+from autobatch.batch.registry import ListReading, find_type
+from autobatch.batch.tree import count_elements, leaves_of, map_tensors
 from autobatch.errors import InvalidArgument, NeedsBatch
 
-_MOST_SAMPLES = 64
-"""How many of a dataset's largest samples are taken: enough for a mixture, few enough that all are large."""
+_MOST_SAMPLES = 64  # of a dataset: enough for a mixture, few enough that all are large
+_CLASSES_PER_HALF = 4  # of lengths: a sample that fills a shorter edge is then at most a fifth shorter than it
+_MOST_SHORTER = 24  # one of each class down to 1/64 of the longest: shorter edges are not tried
 
+# If two batches of one loader are read differently, the later of these holds.
+_OUTWEIGHS: tuple[ListReading, ...] = ("unclear", "samples", "fields")
+
+# Names of the most tokens that a model takes: Hugging Face, GPT-2, nanoGPT, and the usual ones in papers' code.
 _LENGTHS = (
     "max_position_embeddings", "n_positions", "n_ctx", "block_size", "context_length",
     "max_seq_len", "max_seq_length", "max_sequence_length", "seq_len", "seq_length",
 )  # fmt: skip
-"""What models call the most tokens they take: Hugging Face, GPT-2, nanoGPT, and the usual names in papers' code."""
-
-_LONGEST = 8192
-"""Tokens beyond which a length is what positions allow (Llama: 131072), not what anybody trains with."""
+_LONGEST = 8192  # a greater length is what positions allow (Llama: 131072), not what anybody trains with
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OVER_MORE_THAN_FEATURES = (*_CONVOLUTIONS, nn.RNNBase, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
 
 _FEATURES = {nn.Linear: "in_features", nn.RNNBase: "input_size", nn.MultiheadAttention: "embed_dim"}
 
-_CONVOLVED = {
-    1: ("length", (1000,)),
-    2: ("height and width", (224, 224)),
-    3: ("depth, height and width", (16, 112, 112)),
-}
-"""By the number of dimensions: what a convolution leaves open, and sizes of the usual order to start from."""
+# What a convolution leaves open, by its dimensions, and sizes of the usual order to start from.
+_CONVOLVED = (("length", (1000,)), ("height and width", (224, 224)), ("depth, height and width", (16, 112, 112)))
 
 
 class Example(NamedTuple):
@@ -65,9 +72,7 @@ class Example(NamedTuple):
 def find_example(
     model: nn.Module, batch: Any | None, most: int, lengths: ByLength | None = None, *, has_own_step: bool = False
 ) -> Example:
-    """An example: a given batch, about ``most`` samples of a Dataset or DataLoader, or one inferred from the model.
-
-    Samples of a source are its largest; with ``lengths`` its longest, and some of all shorter lengths.
+    """Return a given batch, about ``most`` samples of a Dataset or DataLoader, or a batch inferred from the model.
 
     Raises:
         NeedsBatch: No batch is given, and the model does not show its input or the user's own step takes it.
@@ -79,10 +84,10 @@ def find_example(
             f"an example as batch=, such as next(iter(loader)) or the loader itself"
         )
     if batch is None:
-        warning = (
-            "no batch= was given: sizes were tried with an input inferred from the model; real samples may be larger"
+        was_inferred = (
+            "no batch= was given: sizes were tried with an input inferred from the model; real samples may be"
         )
-        return Example(describe(infer_example(model)), (warning,))
+        return Example(describe(infer_example(model)), (f"{was_inferred} larger",))
     if not is_source(batch):
         return Example(describe(batch))
     layout, note, has_smallest = choose_samples(batch, min(most, _MOST_SAMPLES), lengths)
@@ -91,37 +96,191 @@ def find_example(
         return Example(layout, warnings)
     # First, where the few samples that are compared have it in any case.
     count = layout.count - 1
-    turned = Layout(layout.pick([count, *range(count)]), count + 1, layout.lists)
-    return Example(Layout(layout.take(0, count), count, layout.lists), warnings, turned)
+    return Example(layout.part(range(count)), warnings, layout.part([count, *range(count)]))
 
 
-def check_values(batch: Any) -> None:
-    """Raise InvalidArgument where a tensor has no values, or the ``take`` of a registered type ignores its indices."""
-    if isinstance(batch, torch.Tensor):
-        refuse_meta(batch)
-    elif (registered := find_type(batch)) is not None:
-        for tensor in registered.tensors(batch):
-            refuse_meta(tensor)
-        registered.check_take(batch)
-    for _, child in fields_of(batch) or ():
-        check_values(child)
+# ------------------------------------------------------------------------------------ the largest samples of a source
 
 
-def refuse_meta(tensor: torch.Tensor) -> None:
-    """Raise InvalidArgument where a tensor of a batch is on the meta device."""
-    if tensor.is_meta:
-        raise InvalidArgument(
-            f"a tensor of shape {tuple(tensor.shape)} in the batch is on the meta device and has no values to run: "
-            f"pass real samples (predict() needs no values)"
+def is_source(batch: Any) -> bool:
+    """Return whether it is a ``Dataset`` or ``DataLoader`` to draw samples from, and no batch.
+
+    Other classes count as datasets if they have ``__getitems__``, as Hugging Face's ``datasets.Dataset`` does.
+    """
+    if find_type(batch) is not None or isinstance(batch, type):
+        return False
+    return isinstance(batch, Dataset | DataLoader) or hasattr(batch, "__getitems__")
+
+
+def count_dataset(batch: Any) -> int:
+    """Count the samples of a dataset, also in a loader; 0 for a stream and for a batch."""
+    dataset = getattr(batch, "dataset", None) if isinstance(batch, DataLoader) else batch
+    if not is_source(batch) or isinstance(dataset, IterableDataset):
+        return 0
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return 0
+
+
+def choose_samples(
+    source: Any,
+    count: int,
+    lengths: ByLength | None = None,
+    *,
+    adds_smallest: bool = True,
+    scan_limit: int = 2048,
+    time_limit: float = 10.0,
+) -> tuple[Layout, str | None, bool]:
+    """Return the ``count`` largest samples in one batch, a note on the search, and whether the smallest was added.
+
+    With ``lengths`` half of them are the longest, and the others have all shorter lengths. Without ``lengths`` the
+    smallest sample is the last one: it may have nothing to count, as an image without a box.
+
+    A map-style dataset is looked at evenly: ``scan_limit`` samples, and none after ``time_limit`` seconds. A stream
+    gives one batch, since training may not get what was read. A loader of whole batches (``batch_size=None``) gives the
+    one with most elements a sample. Each sample is fetched once: a random one differs the next time.
+
+    Raises:
+        InvalidArgument: The dataset is empty or has no length.
+    """
+    opened = _Source(source, lengths=lengths)
+    if isinstance(source, DataLoader):
+        gives_batches = source.batch_sampler is None
+        opened = _Source(source.dataset, source.collate_fn, source.sampler, gives_batches, lengths)
+    if isinstance(opened.dataset, IterableDataset) or not hasattr(opened.dataset, "__getitem__"):
+        one_batch = 1 if opened.gives_batches else getattr(source, "batch_size", None) or count
+        stream = iter(opened.dataset)
+        try:
+            largest, *_ = opened.rank(itertools.islice(stream, one_batch), count, time_limit)
+        finally:
+            getattr(stream, "close", lambda: None)()
+        was_read = (
+            f"one batch of {type(opened.dataset).__name__} was read, and training does not get it if this stream goes "
+            f"on where it was left; pass a batch to read none"
         )
+        return opened.describe(largest), was_read, False
+    keys = opened.keys()
+    chosen = (opened.dataset[keys[index]] for index in _spread(len(keys), scan_limit))
+    largest, smallest, seen = opened.rank(chosen, count, time_limit)
+    kind = "batches" if opened.gives_batches else "samples"
+    looked_at = f"the largest was looked for among {seen} of the dataset's {len(keys)} {kind}"
+    note = looked_at if seen < len(keys) else None
+    if adds_smallest and smallest:
+        with suppress(Exception):  # of a collate function that does not pad: the largest may be of one size
+            return opened.describe([*largest, *smallest]), note, True
+    return opened.describe(largest), note, False
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A dataset, and the way in which a loader reads it."""
+
+    dataset: Any
+    collate: Callable[[Any], Any] = default_collate
+    sampler: Any = None
+    gives_batches: bool = False
+    lengths: ByLength | None = None
+
+    def keys(self) -> Sequence[Any]:
+        """List the keys of a map-style dataset."""
+        if isinstance(self.sampler, SubsetRandomSampler):
+            return self.sampler.indices
+        if self.gives_batches and isinstance(self.sampler, BatchSampler):
+            return list(self.sampler)
+        if isinstance(self.dataset, Mapping):
+            return list(self.dataset)
+        try:
+            return range(len(self.dataset))
+        except (TypeError, NotImplementedError) as error:
+            name = type(self.dataset).__name__
+            raise InvalidArgument(f"{name} has no length, so no samples can be chosen from it: pass a batch") from error
+
+    def rank(self, entries: Iterable[Any], count: int, time_limit: float) -> tuple[list[Any], list[Any], int]:
+        """Return the largest entries, largest first; the smallest, if it is smaller; and how many were looked at.
+
+        If lengths are known, half of them are shorter ones: the longest of each class of lengths.
+        """
+        deadline, seen = time.monotonic() + time_limit, 0
+        extremes = dict[int, tuple[Any, Any]]()  # the longest of each class; without lengths the smallest of all
+
+        def in_time() -> Iterator[tuple[Any, Any]]:
+            nonlocal seen
+            for entry in entries:
+                seen += 1
+                size = self._measure(entry)
+                key, choose = (0, min) if self.lengths is None else (_class_of(size[0]), max)
+                extremes[key] = choose(extremes.get(key, (size, entry)), (size, entry), key=itemgetter(0))
+                yield size, entry
+                if time.monotonic() > deadline:
+                    return
+
+        largest = heapq.nlargest(1 if self.gives_batches else count, in_time(), key=itemgetter(0))
+        smallest: list[Any] = []
+        if not largest:
+            raise InvalidArgument(
+                f"{type(self.dataset).__name__} gave no samples: pass a dataset that does, or a batch"
+            )
+        if not self.gives_batches and self.lengths is None:
+            smallest = [entry for size, entry in extremes.values() if size < largest[0][0]]
+        elif not self.gives_batches:
+            largest = largest[: -(-count // 2)]
+            shorter = [found for key, found in extremes.items() if key < _class_of(largest[-1][0][0])]
+            largest += sorted(shorter, key=itemgetter(0))[: -_MOST_SHORTER - 1 : -1]
+        return [entry for _, entry in largest], smallest, seen
+
+    def describe(self, entries: Sequence[Any]) -> Layout:
+        """Describe the batch of these samples, with its lists read by their known number where that is possible."""
+        if self.gives_batches:
+            return describe(self.collate(entries[0]))
+        # Made of one sample and of several: a list whose length does not follow their number holds fields.
+        one, batch = self.collate([entries[0]]), self.collate([*entries])
+        several = batch if len(entries) > 1 else self.collate([entries[0], entries[0]])
+        found = [_read_known(one, 1), _read_known(several, max(2, len(entries)))]
+        if None in found:
+            return describe(batch)
+        read = [reading for lists in found if lists for reading in lists.items()]
+        return describe(batch, dict(sorted(read, key=lambda reading: _OUTWEIGHS.index(reading[1]))))
+
+    def _measure(self, entry: Any) -> tuple[int, float, int]:
+        """Return the size of an entry: length, if it is known; elements (a sample, if it is a batch); characters."""
+        batch = self.collate(entry if self.gives_batches else [entry])
+        samples = describe(batch).count if self.gives_batches else 1
+        length = 0 if self.lengths is None else max(self.lengths.read(batch, samples))
+        characters = sum(len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, str))
+        return length, count_elements(batch) / samples, characters
+
+
+def _class_of(length: int) -> int:
+    """Return a number that ascends with the length."""
+    return round(_CLASSES_PER_HALF * math.log2(length)) if length else -1
+
+
+def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:
+    """Return how its lists are read, if it has that many samples."""
+    try:
+        layout = describe(batch, samples=samples)
+    except InvalidArgument:
+        return None
+    return layout.lists if layout.count == samples else None
+
+
+def _spread(length: int, most: int) -> Iterator[int]:
+    """Yield at most ``most`` indices, the two ends first, any first part of them spread evenly (van der Corput)."""
+    bits = max(1, (length - 1).bit_length())
+    reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))
+    inside = (index for index in reversed_bits if 0 < index < length - 1)
+    return itertools.islice(itertools.chain([0, length - 1][:length], inside), most)
+
+
+# ------------------------------------------------------------------------------------------ inferred from the model
 
 
 def infer_example(model: nn.Module) -> Any:
-    """A batch of one sample on the model's device, its floats in the model's dtype.
+    """Return a batch of one sample on the model's device, its floats in the model's dtype.
 
-    The first sample of ``example_input_array``; or zeros of ``(1, *input_size)`` (timm) or ``(1, in_features)`` (a
-    first layer ``Linear``); or token numbers of ``(1, length)`` (a first layer ``Embedding`` where the model or its
-    config has a length).
+    It is the first sample of ``example_input_array``. Or it is zeros: ``(1, *input_size)`` for a model of timm,
+    ``(1, in_features)`` for a first ``Linear``. Or it is token numbers, ``(1, length)``, for a first ``Embedding``.
 
     Raises:
         NeedsBatch: The model has none of them; the message names the layer and the size that stays open.
@@ -220,7 +379,7 @@ def _stays_open(model: nn.Module, name: str, layer: nn.Module) -> NeedsBatch:
     kind = type(layer).__name__
     features = next((getattr(layer, size) for of, size in _FEATURES.items() if isinstance(layer, of)), 0)
     if isinstance(layer, _CONVOLUTIONS):
-        size, usual = _CONVOLVED[len(layer.kernel_size)]
+        size, usual = _CONVOLVED[len(layer.kernel_size) - 1]
         shape = ", ".join(map(str, (1, layer.in_channels, *usual)))
         open_ = f"takes {layer.in_channels} channels and leaves {size} open: pass yours as batch=torch.zeros({shape})"
     elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):

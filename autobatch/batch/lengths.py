@@ -16,6 +16,7 @@ import torch
 from autobatch._formatting import name_type, show_value
 from autobatch.batch.cut import Group, Lengths, MicroBatch
 from autobatch.batch.layout import Layout, Trim, describe
+from autobatch.batch.registry import find_type
 from autobatch.batch.tree import call_read_only, is_array
 from autobatch.errors import InvalidArgument
 from autobatch.records import Padding, SizeAtLength
@@ -36,13 +37,9 @@ class ByLength:
     dims: Mapping[str, int | Sequence[int]] | None = None
     padding: Side | None = None
 
-    def ask(self, batch: Any) -> Any:
-        """Call the user's function; raises InvalidArgument where it wrote into the batch."""
-        return call_read_only("length_of", self.length_of, batch)
-
     def read(self, batch: Any, count: int) -> list[int]:
         """Read the length of each sample; raises InvalidArgument where the function gave something else."""
-        return _read_answer(self.ask(batch), count)
+        return _read_answer(call_read_only("length_of", self.length_of, batch), count)
 
 
 def read_by_length(cut: Any) -> ByLength | None:
@@ -120,7 +117,7 @@ class PlannedLengths:
         Raises:
             InvalidArgument: A length is none, or longer than every one that was tried.
         """
-        groups, first = [], 0
+        groups = []
         for layout in layouts:
             values, longest = self.cut.read(layout.batch, layout.count), self.sizes[-1].length
             if max(values) > longest:
@@ -128,20 +125,27 @@ class PlannedLengths:
                     f"a sample is {max(values)} long, and the longest that fit() tried is {longest}: nothing untried "
                     f"is run; cut the sample, or give fit() an example batch with the longest sample"
                 )
-            groups.append(self.sort(layout, values, first))
-            first += layout.count
+            groups.append(self.sort(layout, values))
         return groups
 
-    def sort(self, layout: Layout, values: Sequence[int], first: int = 0) -> Group:
+    def sort(self, layout: Layout, values: Sequence[int]) -> Group:
         """Make a batch a group, equal lengths in the order they came in; raises as ``padded_length``."""
         if layout.count > 1:
             layout.take(0, 1)  # raises where a list can be read in two ways
         rows = sort_rows(values)
+        return Group([layout], rows, self.read(layout, rows, values))
+
+    def read(self, layout: Layout, rows: Sequence[int], values: Sequence[int]) -> Lengths:
+        """Return the lengths of these rows, and to what each would be trimmed; raises as ``padded_length``."""
         padded = padded_length(layout, self.padding, values)
-        lengths = Lengths(
-            [values[row] for row in rows], padded, self.padding, self.sizes, self.trims_to_edges, self.cut.ask
-        )
-        return Group(layout, rows, first, lengths)
+        ordered = [values[row] for row in rows]
+        return Lengths(ordered, [self._trim(length, padded) for length in ordered], self.sizes, self.cut.read)
+
+    def _trim(self, length: int, padded: int) -> Trim | None:
+        """Return what is left of a micro-batch whose longest sample has this length; ``None`` for all of it."""
+        if self.trims_to_edges:
+            length = min((size.length for size in self.sizes if size.length >= length), default=length)
+        return Trim(self.padding, length) if self.padding.dims and length < padded else None
 
 
 def sort_rows(values: Sequence[int]) -> list[int]:
@@ -149,26 +153,23 @@ def sort_rows(values: Sequence[int]) -> list[int]:
     return sorted(range(len(values)), key=lambda row: -values[row])
 
 
-def check_trimmed(group: Group, parts: Sequence[MicroBatch], answers: Sequence[Any]) -> None:
+def check_trimmed(lengths: Lengths, part: MicroBatch, values: Sequence[int], samples: Any) -> None:
     """Refuse padding on the wrong side, and lengths that count positions of padding too.
 
     Args:
-        group: The samples, with their lengths.
-        parts: Trimmed micro-batches of it.
-        answers: The results of the user's function for each; all are read at once, as each may wait for a device.
+        lengths: Reads the lengths of samples.
+        part: A trimmed micro-batch.
+        values: Length of each of its samples before they were trimmed.
+        samples: Its samples.
 
     Raises:
         InvalidArgument: A sample is of another length once it is trimmed.
     """
-    if group.lengths is None or not parts:
-        return
-    length_of = dict(zip(group.rows, group.lengths.values, strict=True))
-    before = [max(length_of[row], 1) for part in parts for row in part.rows]
-    for one, other in zip(before, _read_answers(answers, [part.size for part in parts]), strict=True):
-        if max(other, 1) != one:
+    for before, after in zip(values, lengths.read(samples, part.size), strict=True):
+        if max(before, 1) != max(after, 1) and part.trim is not None:
             raise InvalidArgument(
-                f"length_of() gives {other} for a sample that it gave {one} for before its padding was trimmed on the "
-                f"{group.lengths.padding.side}: count what is no padding, or pass autobatch.by_length(length_of, "
+                f"length_of() gives {after} for a sample whose length was {before} before its padding was trimmed on "
+                f"the {part.trim.padding.side}: count what is no padding, or pass autobatch.by_length(length_of, "
                 f"padding='left') where padding comes first"
             )
 
@@ -199,15 +200,12 @@ class SamplesByLength:
         """
         values = cut.read(example.batch, example.count)
         padding = find_padding(example, cut, values)
-        group = PlannedLengths(cut, (), padding).sort(example, values)
-        assert group.lengths is not None  # noqa: S101 - narrows for mypy
-        last = example.count - 1
-        alone = [
-            MicroBatch(example, [group.rows[index]], group.lengths.trim(index), 0, 1, 1, {})
-            for index in (0, last // 2, last)
-        ]
-        check_trimmed(group, alone, [cut.ask(one.samples()) for one in alone])
-        return cls(example, values, padding, max(group.lengths.padded, 1))
+        rows = sort_rows(values)
+        lengths = PlannedLengths(cut, (), padding).read(example, rows, values)
+        for index in sorted({0, (example.count - 1) // 2, example.count - 1}):
+            alone = MicroBatch([example], [rows[index]], lengths.trims[index], 1, {})
+            check_trimmed(lengths, alone, [lengths.values[index]], alone.samples())
+        return cls(example, values, padding, max(padded_length(example, padding, values), 1))
 
     @property
     def order(self) -> list[int]:
@@ -223,24 +221,15 @@ class SamplesByLength:
             rows = [row for row, value in enumerate(self.values) if value >= length]
             rows = rows or self.order[:1]
         length = max(length, 1)
-        taken = self.example.select(rows, Trim(self.padding, length))
-        return Layout(self.example.rebuild(taken), len(rows), self.example.lists), length
+        return self.example.part(rows, Trim(self.padding, length)), length
 
     def trim(self, batch: Any, cut: ByLength, whole: int) -> Any:
         """Trim a part of the example to its longest sample; a batch of ``whole`` samples stays whole."""
-        layout = describe(batch, like=self.example.without_batch())
+        layout = describe(batch, self.example.lists)
         if layout.count == whole:
             return batch
         length = max(cut.read(batch, layout.count))
-        return layout.rebuild(layout.select([*range(layout.count)], Trim(self.padding, length)))
-
-
-def _read_answers(answers: Sequence[Any], counts: Sequence[int]) -> list[int]:
-    """List the lengths of the samples of several batches; raises InvalidArgument as ``ByLength.read``."""
-    are_rows = all(type(one) is torch.Tensor and one.shape == (n,) for one, n in zip(answers, counts, strict=True))
-    if are_rows and len({(answer.device, answer.dtype) for answer in answers}) == 1:
-        return _read_answer(torch.cat([*answers]), sum(counts))  # one wait for a device, not one for each batch
-    return [value for answer, count in zip(answers, counts, strict=True) for value in _read_answer(answer, count)]
+        return layout.part(range(layout.count), Trim(self.padding, length)).batch
 
 
 def _read_answer(given: Any, count: int) -> list[int]:
@@ -341,7 +330,7 @@ def _find_dims(layout: Layout, parts: Mapping[str, Any], values: Sequence[int]) 
     for path, part in parts.items():
         sizes.update((int(size), path) for size in part.shape[1:] if size >= longest)
     if not sizes:
-        if "samples" in layout.lists.values() or not parts or layout.form is None:
+        if "samples" in layout.lists.values() or not parts or any(find_type(leaf.value) for leaf in layout.leaves):
             return {}
         shown = ", ".join(f"{path} {tuple(part.shape)}" for path, part in [*parts.items()][:4])
         raise InvalidArgument(

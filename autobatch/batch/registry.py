@@ -1,4 +1,4 @@
-"""Registers and looks up batch types of the user: how to count their samples, and how to take some.
+"""What users say about batches that autobatch cannot read: types of their own, and lists with two meanings.
 
 The registry is one for the process, as pytree's and einops' are.
 """
@@ -9,9 +9,9 @@ import copy
 import operator
 import threading
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,6 +20,8 @@ from autobatch._formatting import name_type, show_value, with_article
 from autobatch.errors import InvalidArgument
 
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
+
+ListReading = Literal["samples", "fields", "unclear"]
 
 _BUILT_IN = (object, torch.Tensor, torch.nn.Parameter, dict, UserDict, list, tuple, str, bytes, int, float, bool)
 """Types of which every batch is made: a registration of one would change how all batches are read."""
@@ -164,6 +166,35 @@ def find_type(node: Any) -> BatchType | None:
     if not registered:  # asked for every node of every batch
         return None
     return next((registered[base] for base in type(node).__mro__ if base in registered), None)
+
+
+class Marked(list[Any]):
+    """A list with a known reading."""
+
+    reading: ClassVar[ListReading]
+
+    def __init__(self, entries: Iterable[Any] = (), /) -> None:
+        """Refuse a text or a mapping, which would be taken apart, and other types than lists."""
+        if not isinstance(entries, Iterable) or isinstance(entries, str | bytes | Mapping):
+            name = type(self).__name__
+            raise InvalidArgument(f"autobatch.batches.{name}() takes a list of entries, not {name_type(entries)}")
+        super().__init__(entries)
+
+
+class Samples(Marked):
+    """A list in a batch with one entry for each sample.
+
+    It is a ``list`` in every other way: ``step`` is called with one, and a collate function may return one. A plan
+    holds how its example batch was read (``plan.batch_lists``), so batches of later steps need no mark.
+    """
+
+    reading = "samples"
+
+
+class Fields(Marked):
+    """A list in a batch whose entries are fields, such as inputs and targets: each holds all samples."""
+
+    reading = "fields"
 
 
 class _ReplacedTensors(TorchFunctionMode):

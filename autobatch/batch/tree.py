@@ -1,6 +1,6 @@
-"""Flattens and rebuilds a batch: a tree of mappings, lists, tuples and dataclasses, each of its own type.
+"""Takes batches apart and puts them together: mappings, lists, tuples and dataclasses, each of its own type.
 
-No tensor is copied. A container in which nothing changes comes back as the same object.
+No tensor is copied. ``torch.utils._pytree`` knows neither dataclasses nor a tokenizer's output, so it is not used here.
 """
 
 from __future__ import annotations
@@ -46,30 +46,16 @@ def field_names(node: Any) -> list[str] | None:
     return None
 
 
+def has_rows(leaf: Any) -> bool:
+    """Return whether it is a tensor or array with dimensions, or of a registered type."""
+    return find_type(leaf) is not None or ((isinstance(leaf, torch.Tensor) or is_array(leaf)) and leaf.ndim > 0)
+
+
 def count_rows(leaf: Any) -> int | None:
     """Return the rows of a tensor or array, or the samples of a registered type; ``None`` of all else."""
     if (registered := find_type(leaf)) is not None:
         return registered.count_samples(leaf)
-    if isinstance(leaf, torch.Tensor) or is_array(leaf):
-        return int(leaf.shape[0]) if leaf.ndim > 0 else None
-    return None
-
-
-def fields_of(node: Any) -> list[tuple[str, Any]] | None:
-    """Return what a container holds, each with its part of a path (``'["x"]'``, ``"[0]"``, ``".x"``).
-
-    ``None`` for a leaf.
-    """
-    children = children_of(node)
-    if children is None:
-        return None
-    if isinstance(node, Mapping):
-        suffixes = [f"[{json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)}]" for key in node]
-    elif is_sequence(node):
-        suffixes = [f"[{index}]" for index in range(len(node))]
-    else:
-        suffixes = [f".{name}" for name in field_names(node) or ()]
-    return list(zip(suffixes, children, strict=True))
+    return int(leaf.shape[0]) if has_rows(leaf) else None
 
 
 def children_of(node: Any) -> list[Any] | None:
@@ -82,6 +68,30 @@ def children_of(node: Any) -> list[Any] | None:
         return list(node)
     names = field_names(node)
     return None if names is None else [getattr(node, name) for name in names]
+
+
+def fields_of(node: Any) -> list[tuple[str, Any]] | None:
+    """Return what a container holds, each with its part of a path (``'["x"]'``, ``"[0]"``, ``".x"``).
+
+    ``None`` for a leaf.
+    """
+    children = children_of(node)
+    if children is None:
+        return None
+    if isinstance(node, Mapping):
+        suffixes = [name_key(key) for key in node]
+    elif is_sequence(node):
+        suffixes = [f"[{index}]" for index in range(len(node))]
+    else:
+        suffixes = [f".{name}" for name in field_names(node) or ()]
+    return list(zip(suffixes, children, strict=True))
+
+
+def name_key(key: Any) -> str:
+    """Return a key as part of a path."""
+    if not isinstance(key, str):
+        return f"[{key!r}]"
+    return f'["{key}"]' if key.isidentifier() else f"[{json.dumps(key, ensure_ascii=False)}]"
 
 
 def with_fields(node: Any, values: Sequence[Any]) -> Any:

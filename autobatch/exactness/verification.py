@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.batch.example import check_values, find_example
-from autobatch.batch.layout import Layout
+from autobatch.batch.example import find_example
+from autobatch.batch.layout import Layout, check_values
 from autobatch.batch.lengths import ByLength, SamplesByLength, read_by_length
 from autobatch.distributed.data_parallel import module_of
 from autobatch.exactness.comparison import SplitComparison

@@ -11,7 +11,7 @@ from autobatch._arguments import check_micro_batches
 from autobatch._formatting import format_bytes
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, warn_of_wrapper
-from autobatch.batch.largest import count_dataset
+from autobatch.batch.example import count_dataset
 from autobatch.batch.layout import Layout, dims_of
 from autobatch.batch.lengths import ByLength, SamplesByLength
 from autobatch.distributed.division import Division

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from autobatch._formatting import plural
-from autobatch.batch.largest import is_source
+from autobatch.batch.example import is_source
 from autobatch.distributed.share_sampler import ShareSampler
 
 

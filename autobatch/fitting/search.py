@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from autobatch._formatting import format_bytes
-from autobatch.batch.example import check_values, find_example
-from autobatch.batch.layout import Layout
+from autobatch.batch.example import find_example
+from autobatch.batch.layout import Layout, check_values
 from autobatch.batch.lengths import SamplesByLength
 from autobatch.batch.tree import count_bytes, tensors_of
 from autobatch.errors import DoesNotFit, InvalidArgument

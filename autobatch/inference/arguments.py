@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autobatch._formatting import name_type, show_value
-from autobatch.batch.example import refuse_meta
+from autobatch.batch.layout import refuse_meta
 from autobatch.distributed.ranks import world_size
 from autobatch.distributed.sharding import is_sharded
 from autobatch.errors import InvalidArgument

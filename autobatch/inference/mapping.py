@@ -135,11 +135,11 @@ def _open(samples: Any, collate: Collate, lengths: LengthOf | Sequence[int] | No
     if not isinstance(samples, DataLoader):
         yield SingleSamples(iterate(samples), collate, lengths)
         return
-    layout, first = None, 0
+    lists, first = None, 0
     for batch in samples:
-        layout = describe(batch, like=layout)
+        layout = describe(batch, lists)
         yield BatchSamples(layout, lengths, first)
-        first, layout = first + layout.count, layout.without_batch()
+        first, lists = first + layout.count, layout.lists
 
 
 def _join(runner: PieceRunner, waiting: Waiting, samples: int) -> Any:

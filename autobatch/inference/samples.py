@@ -19,11 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autobatch._formatting import name_type, plural, show_value
 from autobatch._user_errors import add_note
-from autobatch.batch.largest import is_source
+from autobatch.batch.example import is_source
 from autobatch.batch.layout import Layout
 from autobatch.batch.lengths import ByLength, LengthOf
-from autobatch.batch.list_rules import Fields
-from autobatch.batch.registry import find_type
+from autobatch.batch.registry import Fields, find_type
 from autobatch.batch.tree import field_names, is_array, leaves_of, map_tensors, tensors_of, with_fresh_containers
 from autobatch.errors import InvalidArgument
 from autobatch.inference.guards import set_attributes

@@ -91,7 +91,8 @@ class Workload:
         """Return the parameters of model and optimizer, each once, in the order of ``model.parameters()``."""
         # Not model.parameters(), which makes a name for each: three times as long, in every step.
         owned: list[nn.Parameter | None] = []
-        waiting, seen = [self.model], set()
+        waiting: list[nn.Module | None] = [self.model]
+        seen = set[int]()
         while waiting:
             module = waiting.pop()
             if module is not None and id(module) not in seen:

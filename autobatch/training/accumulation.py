@@ -173,9 +173,7 @@ class Accumulation:
         """
         tensors = [tensor for layout in batches for tensor in layout.tensors()]
         self._begun += self.is_training
-        is_home = all(layout.home == self.device.torch_device for layout in batches)  # a tensor with a graph has none
-        if not is_home:
-            refuse_graphs(tensors)
+        refuse_graphs(tensors)
         groups = self.try_twice("dividing the batch with cut=", self.division, batches, largest)
         if self.smallest > 1 and self.max_micro_batch is not None:
             refuse_larger_micro_batches(groups, self.max_micro_batch, self.smallest, self.workload.model)

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from autobatch.batch.cut import Division, cut_apart, cut_as_given, cut_joined
-from autobatch.batch.largest import is_source
+from autobatch.batch.example import is_source
 from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
 from autobatch.batch.lengths import ByLength, PlannedLengths, read_by_length
-from autobatch.batch.list_rules import ListReading
+from autobatch.batch.registry import ListReading
 from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
 from autobatch.step.model_info import is_compiled
@@ -18,20 +18,15 @@ from autobatch.step.workload import Workload
 
 
 class GivenBatches:
-    """The batches of a Runner."""
+    """The batches of a Runner.
+
+    Attributes:
+        lists: The readings of lists in the last batch.
+    """
 
     def __init__(self, lists: Mapping[str, ListReading]) -> None:
         """Begin with the way in which the lists of the plan's example were read."""
-        self._layout = Layout(None, 0, lists)
-
-    @property
-    def lists(self) -> dict[str, ListReading]:
-        """How lists are read, as the last batch had them."""
-        return dict(self._layout.lists)
-
-    @lists.setter
-    def lists(self, lists: Mapping[str, ListReading]) -> None:
-        self._layout = Layout(None, 0, lists)
+        self.lists = dict(lists)
 
     def describe(self, batch: Any) -> Layout:
         """Describe one batch: lists as in the plan's example, later batches as earlier ones.
@@ -39,9 +34,8 @@ class GivenBatches:
         Raises:
             InvalidArgument: It cannot be counted.
         """
-        layout = describe(batch, like=self._layout)
-        if layout.form is None or layout.form is not self._layout.form:
-            self._layout = layout.without_batch()
+        layout = describe(batch, self.lists)
+        self.lists = dict(layout.lists)
         return layout
 
     def read(self, batches: Sequence[Any], *, leaves_out_empty: bool) -> list[Layout]:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from autobatch._formatting import name_type, plural, show_value
-from autobatch.batch.layout import Layout, describe, dims_of, is_empty, is_one_batch
+from autobatch.batch.layout import Layout, dims_of, is_empty, is_one_batch
 from autobatch.batch.tree import as_leaf, map_tensors
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.share_sampler import ShareSampler
@@ -139,7 +139,7 @@ def _cut(layout: Layout, start: int, stop: int) -> Layout:
     taken = layout.take(start, stop)
     if any(tensor.requires_grad and tensor.is_leaf for tensor in layout.tensors()):
         taken = map_tensors(taken, lambda tensor: as_leaf(tensor) if tensor.requires_grad else tensor)
-    return describe(taken, like=layout, samples=stop - start)
+    return Layout(taken, stop - start, layout.lists)
 
 
 def refuse_unlike(layout: Layout, dims: Mapping[str, int]) -> Layout:

@@ -227,7 +227,7 @@ class LockstepAccumulation(Accumulation):
     def _run_spare(self, spare: Layout, progress: AccumulationState) -> None:
         self._lockstep.start("forward")
         here = self._record()
-        (micro_batch,) = self._cut([Group(spare, range(self.smallest))], self.smallest)
+        (micro_batch,) = self._cut([Group([spare], range(self.smallest))], self.smallest)
         self._call_step(self._move(micro_batch))
         run_zero_backward(self._find_counted(progress))
         self._forget_graph()
@@ -258,4 +258,4 @@ def _count(progress: AccumulationState) -> int:
 def _copy_samples(layout: Layout, count: int) -> Layout:
     """The first samples of a batch, for a step in which this rank has none; repeated where it has fewer."""
     samples = map_tensors(layout.grow(count), lambda tensor: tensor.detach().clone())
-    return describe(samples, like=layout, samples=count)
+    return describe(samples, layout.lists, count)

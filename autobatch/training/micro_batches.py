@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from autobatch.batch.cut import Group, MicroBatch, divide
-from autobatch.batch.example import refuse_meta
+from autobatch.batch.layout import refuse_meta
 from autobatch.batch.lengths import check_trimmed
 from autobatch.errors import InvalidArgument
 from autobatch.planning.planner import least_size
@@ -29,26 +29,17 @@ def cut(workload: Workload, groups: Iterable[Group], largest: int, smallest: int
     """
     micro_batches: list[MicroBatch] = []
     for group in groups:
-        parts = divide(group, largest, smallest)
-        if workload.weigh is not None or group.lengths is not None:
-            trimmed, answers = [], []
-            for index, part in enumerate(parts):
-                if workload.weigh is None and part.trim is None:
-                    continue  # samples are not taken out of the batch where nothing is counted in them
+        start = 0
+        for part in divide(group, largest, smallest):
+            if workload.weigh is None and part.trim is None:
+                micro_batches.append(part)  # nothing is counted in its samples: they are not taken out of the batch yet
+            else:
                 samples = part.samples()
                 if part.trim is not None and group.lengths is not None:
-                    trimmed.append(part)
-                    answers.append(group.lengths.ask(samples))
-                weights = workload.weights_of(samples, part.size)
-                parts[index] = part._replace(weights=weights, counts=max(weights.values()) > 0)
-            check_trimmed(group, trimmed, answers)
-        micro_batches += parts
+                    check_trimmed(group.lengths, part, group.lengths.values[start : start + part.size], samples)
+                micro_batches.append(part._replace(weights=workload.weights_of(samples, part.size)))
+            start += part.size
     return micro_batches
-
-
-def rows_of(micro_batches: Iterable[MicroBatch]) -> tuple[tuple[int, ...], ...]:
-    """Return the samples of each micro-batch, as rows of its batch; those of a second one are counted on."""
-    return tuple(tuple(part.first + row for row in part.rows) for part in micro_batches)
 
 
 def find_least_size(groups: Iterable[Group], smallest: int) -> int:

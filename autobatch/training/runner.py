@@ -26,7 +26,7 @@ from torch import nn
 from autobatch._arguments import as_sequence, check_switch
 from autobatch._user_errors import contextmanager
 from autobatch._wrappers import is_accumulating, unwrap_members, unwrap_optimizer, unwrap_scheduler
-from autobatch.batch.cut import CutFunction, cut_apart, cut_joined
+from autobatch.batch.cut import CutFunction, cut_apart, cut_joined, number_rows
 from autobatch.batch.layout import Layout
 from autobatch.batch.lengths import ByLength
 from autobatch.distributed.ranks import (
@@ -67,7 +67,6 @@ from autobatch.training.loader_steps import (
     set_epoch,
 )
 from autobatch.training.loop_watch import SteppedObjects, StepSizes
-from autobatch.training.micro_batches import rows_of
 from autobatch.training.optimizer_step import Update, check_options
 from autobatch.training.runner_state import RunnerState, read_state
 from autobatch.training.step_errors import (
@@ -540,7 +539,7 @@ class StepRunner:
             aux=tuple(done.aux),
             ranks=ranks,
             gradient_norm=self._read_norm(shared) if update and self._max_grad_norm is not None else None,
-            samples=() if self._division in (cut_apart, cut_joined) else rows_of(done.done),
+            samples=() if self._division in (cut_apart, cut_joined) else number_rows(done.groups, done.done),
         )
         if update and done.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True

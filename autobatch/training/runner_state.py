@@ -13,7 +13,7 @@ from pydantic import Field, Strict, ValidationError
 
 from autobatch._bounds import Count, Samples, Target
 from autobatch._formatting import show_value
-from autobatch.batch.list_rules import ListReading
+from autobatch.batch.registry import ListReading
 from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Ceiling, Pace, Reason

@@ -323,10 +323,10 @@ def test_cut_and_rejoined_a_registered_batch_is_the_same(lengths: list[int], dat
     sizes = [stop - start for start, stop in zip([0, *cuts], [*cuts, len(lengths)], strict=True)]
     parts = cut(layout, sizes)
     assert [row for part in parts for row in rows_of(part["r"])] == rows_of(batch["r"])
-    assert [describe(part, like=layout).count for part in parts] == sizes
+    assert [describe(part, layout.lists).count for part in parts] == sizes
     grown = layout.grow(2 * len(lengths) + 1)
     assert rows_of(grown["r"]) == (rows_of(batch["r"]) * 3)[: 2 * len(lengths) + 1]
-    assert describe(grown, like=layout).count == 2 * len(lengths) + 1
+    assert describe(grown, layout.lists).count == 2 * len(lengths) + 1
 
 
 def test_spread_samples_of_a_registered_type_stay_in_order() -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.batch.cut import Group, Joined, divide, join
+from autobatch.batch.cut import cut_apart, cut_joined, divide
 from autobatch.batch.layout import describe
 
 
@@ -70,7 +70,7 @@ def describe_all(batches: Any) -> list[Any]:
     """Each read as those before it, as a Runner does."""
     layouts: list[Any] = []
     for batch in batches:
-        layouts.append(describe(batch, like=layouts[-1].without_batch() if layouts else None))
+        layouts.append(describe(batch, layouts[-1].lists if layouts else None))
     return layouts
 
 
@@ -107,9 +107,14 @@ MAKE = {
 }
 
 
-def make_part(layout: Any, start: int, stop: int) -> Any:
+def join(layouts: Any) -> Any:
+    """Groups of batches that can be joined."""
+    return cut_joined(layouts)
+
+
+def make_part(group: Any, start: int, stop: int) -> Any:
     """One micro-batch."""
-    [part] = divide(Group(layout, range(start, stop)), stop - start)
+    [part] = divide(group._replace(rows=range(start, stop)), stop - start)
     return part
 
 
@@ -124,14 +129,13 @@ def test_any_part_is_that_of_a_loader_with_larger_batches(kind, counts, cuts):
     """Wherever it begins and ends, in as few or as many batches."""
     starts = [sum(counts[:index]) for index in range(len(counts))]
     layouts = describe_all(MAKE[kind](count, start) for count, start in zip(counts, starts, strict=True))
-    whole = describe(MAKE[kind](sum(counts)), like=layouts[0].without_batch())
+    [whole] = cut_apart([describe(MAKE[kind](sum(counts)), layouts[0].lists)])
     [joined] = join(layouts)
-    assert joined.count == whole.count
-    bounds = sorted({0, joined.count, *(cut % joined.count for cut in cuts)})
+    assert joined.rows == whole.rows
+    bounds = sorted({0, len(joined.rows), *(cut % len(joined.rows) for cut in cuts)})
     for start, stop in pairwise(bounds):
-        assert same(make_part(joined, start, stop).samples(), whole.take(start, stop))
+        assert same(make_part(joined, start, stop).samples(), whole.batches[0].take(start, stop))
         assert same(*(make_micro_batch(layout, start, stop) for layout in (joined, whole)))
-    assert sum(tensor.numel() for tensor in joined.tensors()) == sum(tensor.numel() for tensor in whole.tensors())
 
 
 APART = {
@@ -159,7 +163,7 @@ APART = {
 def test_what_is_not_known_to_be_one_batch_stays_apart(case):
     """Each is then divided by itself, as the very layout that it was."""
     layouts = describe_all(APART[case])
-    assert [*map(id, join(layouts))] == [*map(id, layouts)]
+    assert [group.batches for group in join(layouts)] == [[layout] for layout in layouts]
 
 
 def test_an_attribute_of_ones_own_keeps_batches_apart():
@@ -174,8 +178,8 @@ def test_only_neighbours_are_joined_in_their_order():
     """The order of samples is that of the batches."""
     layouts = describe_all([rows(2), rows(3, 2), rows(2, width=4), rows(1, 5), rows(4, 6)])
     joined = join(layouts)
-    assert [layout.count for layout in joined] == [5, 2, 5]
-    assert joined[1] is layouts[2]
+    assert [len(group.rows) for group in joined] == [5, 2, 5]
+    assert joined[1].batches == [layouts[2]]
     assert make_part(joined[2], 0, 5).samples()[:, 0].tolist() == [5, 6, 7, 8, 9]
 
 
@@ -183,9 +187,7 @@ def test_samples_of_one_batch_are_not_copied():
     """Views, as of a batch that is not joined."""
     batches = [rows(4), rows(4, 4)]
     [joined] = join(describe_all(batches))
-    assert isinstance(joined, Joined)
     assert make_part(joined, 5, 7).samples().data_ptr() == batches[1][1:].data_ptr()
-    assert [view.data_ptr() for view in joined.views(range(3, 5))] == [batches[0][3:].data_ptr(), batches[1].data_ptr()]
 
 
 def test_a_leaf_that_requires_a_gradient_is_joined_to_one():

@@ -24,7 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from autobatch.batch.largest import _spread, choose_samples, is_source
+from autobatch.batch.example import _spread, choose_samples, is_source
 from autobatch.batch.lengths import ByLength
 from autobatch.errors import InvalidArgument
 

@@ -12,11 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.batch.layout_rules import read
+from autobatch.batch.layout import describe
 from autobatch.batches import Fields, Samples
 from autobatch.errors import InvalidArgument
 
 ROWS = torch.zeros
+
+
+def read(batch: Any, lists: dict[str, Any], samples: int | None = None) -> tuple[int, dict[str, Any]]:
+    """The number of samples, and what each list holds."""
+    layout = describe(batch, lists, samples)
+    return layout.count, dict(layout.lists)
 
 
 @dataclass

@@ -37,7 +37,7 @@ def padding_of(batch, lengths=length_of):
 
 def gather(layout, rows, padding, length):
     """These samples, trimmed."""
-    return layout.rebuild(layout.select(rows, Trim(padding, length)))
+    return layout.part(rows, Trim(padding, length)).batch
 
 
 def sort(batch, values, padding):
@@ -117,7 +117,7 @@ def test_samples_in_lists_have_nothing_to_trim():
     samples = SamplesByLength.read(describe(batch), lengths)
     assert (samples.padding, samples.longest) == (Padding(), 10)
     group = sort(batch, samples.values, samples.padding)
-    part = group.batch.rebuild(group.batch.select(group.rows[:2], group.lengths.trim(0)))
+    part = group.batches[0].part(group.rows[:2], group.lengths.trims[0]).batch
     assert [len(text) for text in part["texts"]] == [10, 6]
     assert part["labels"].tolist() == [1, 2]
     assert samples.at(8)[1] == 6
@@ -135,9 +135,9 @@ def test_a_part_of_the_example_is_trimmed_and_the_whole_is_not():
 def test_all_samples_are_trimmed_too():
     """A batch that is one micro-batch may be padded further than its longest sample."""
     group = sort(make_texts(padded=40), LENGTHS, Padding(dims=ONE))
-    assert group.lengths.trim(0).length == L
+    assert group.lengths.trims[0].length == L
     assert group.lengths.values == sorted(LENGTHS, reverse=True)
-    assert gather(group.batch, group.rows, *group.lengths.trim(0))["tokens"].shape == (N, L)
+    assert gather(group.batches[0], group.rows, *group.lengths.trims[0])["tokens"].shape == (N, L)
 
 
 def test_equal_lengths_stay_in_their_order():
@@ -290,7 +290,7 @@ def test_what_is_no_whole_number_is_no_length(length, shown):
 def test_lengths_that_change_when_padding_goes_are_refused():
     """A side that was given and is the wrong one: trimming would cut the samples themselves."""
     lengths = by_length(length_of, dims={'batch["tokens"]': 1, 'batch["mask"]': 1}, padding="right")
-    with pytest.raises(InvalidArgument, match=r"length_of\(\) gives 0 for a sample .* gave 11 .* trimmed on the right"):
+    with pytest.raises(InvalidArgument, match=r"length_of\(\) gives 0 for a sample .* was 11 .* trimmed on the right"):
         SamplesByLength.read(describe(make_texts(left=True)), lengths)
 
 

@@ -1,4 +1,4 @@
-"""A batch of the same kind as the last one is taken apart as that one was; any other is read anew."""
+"""Batches are taken apart and put together; each is read by its own containers and values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows(n=4, width=3):
     return torch.arange(n * width, dtype=torch.float32).reshape(n, width)
 
 
-HAS_SPEC = {
+BATCHES = {
     "a tensor pair": lambda: (rows(), torch.arange(4)),
     "a dict": lambda: {"x": rows(), "y": torch.arange(4)},
     "a list of fields": lambda: [rows(), torch.arange(4)],
@@ -38,8 +38,6 @@ HAS_SPEC = {
     "a named tuple": lambda: Pair(rows(), torch.arange(4)),
     "an ordered dict": lambda: OrderedDict(x=rows()),
     "a list in a dict": lambda: {"x": [rows()], "y": torch.arange(4)},
-}
-HAS_NONE = {
     "a parameter": lambda: (torch.nn.Parameter(rows()),),
     "an object": lambda: (rows(), object()),
     "a deque": lambda: (rows(), deque([1, 2])),
@@ -47,30 +45,17 @@ HAS_NONE = {
 }
 
 
-@pytest.mark.parametrize("name", HAS_SPEC)
+@pytest.mark.parametrize("name", BATCHES)
 def test_leaves_come_back_in_containers_of_their_own(name):
     """The same types, keys and values, and no container of the user's."""
-    batch = HAS_SPEC[name]()
+    batch = BATCHES[name]()
     layout = describe(batch)
-    built = layout.rebuild([leaf.value for leaf in layout.leaves], fresh=True)
-    again = describe(built)
-    assert again.form.spec == layout.form.spec
+    built = layout.rebuild([leaf.value for leaf in layout.leaves])
+    again = describe(built, layout.lists)
+    assert [leaf.path for leaf in again.leaves] == [leaf.path for leaf in layout.leaves]
     assert all(one.value is other.value for one, other in zip(layout.leaves, again.leaves, strict=True))
     assert type(built) is type(batch)
     assert built is not batch or isinstance(batch, tuple | torch.Tensor)
-
-
-@pytest.mark.parametrize("name", HAS_NONE)
-def test_other_batches_have_no_form(name):
-    """They are read by the rules each time."""
-    assert describe(HAS_NONE[name]()).form is None
-
-
-@pytest.mark.parametrize("name", HAS_SPEC)
-def test_a_batch_of_the_same_kind_is_read_as_the_last(name):
-    """The very same form, found again."""
-    layout = describe(HAS_SPEC[name]())
-    assert describe(HAS_SPEC[name](), layout.without_batch()).form is layout.form
 
 
 OTHERS = {
@@ -88,19 +73,18 @@ OTHERS = {
 def test_a_batch_of_another_kind_is_noticed(name):
     """And read anew, with the same result as if none had come before it."""
     first, second = OTHERS[name]
-    like = describe(first).without_batch()
-    assert describe(second, like).count == describe(second).count == 4
+    assert describe(second, describe(first).lists).count == describe(second).count == 4
 
 
-@pytest.mark.parametrize("name", HAS_SPEC)
+@pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
 def test_micro_batches_are_those_of_the_rules(name, sizes):
     """The same samples as ``take`` gives, as leaves that share the batch's memory."""
-    batch = HAS_SPEC[name]()
-    layout = describe(batch, describe(batch).without_batch())
+    batch = BATCHES[name]()
+    layout = describe(batch, describe(batch).lists)
     start = 0
     for size, expected in zip(sizes, cut(layout, sizes), strict=True):
-        [part] = divide(Group(layout, range(start, start + size)), size)
+        [part] = divide(Group([layout], range(start, start + size)), size)
         found = part.take(lambda tensor: tensor, torch.device("cpu"))
         ours, theirs = Layout(found, size, {}).tensors(), Layout(expected, size, {}).tensors()
         for one, other in zip(ours, theirs, strict=True):
@@ -111,24 +95,11 @@ def test_micro_batches_are_those_of_the_rules(name, sizes):
         start += size
 
 
-@pytest.mark.parametrize("name", HAS_SPEC)
-def test_all_micro_batches_are_cut_at_once(name):
-    """With the same samples as one by one."""
-    layout = describe(HAS_SPEC[name]())
-    for part in divide(Group(layout, range(4)), 3):
-        found = part.take(lambda tensor: tensor, torch.device("cpu"))
-        alone = part._replace(parts=None).take(lambda tensor: tensor, torch.device("cpu"))
-        assert part.parts is not None
-        ours, theirs = Layout(found, part.size, {}).tensors(), Layout(alone, part.size, {}).tensors()
-        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-        assert type(found) is type(layout.batch)
-
-
 def test_tensors_that_want_a_gradient_get_one_of_their_own():
     """None is added up in the user's batch."""
     batch = rows().requires_grad_(), torch.arange(4)
     layout = describe(batch)
-    [part] = divide(Group(layout, range(4)), 4)
+    [part] = divide(Group([layout], range(4)), 4)
     inputs, _ = part.take(lambda tensor: tensor, torch.device("cpu"))
     inputs.sum().backward()
     assert inputs.grad is not None
@@ -148,6 +119,6 @@ def test_tensors_that_want_a_gradient_get_one_of_their_own():
 )
 def test_a_batch_of_the_same_containers_is_refused_all_the_same(make_wrong):
     """By the rules, with their message."""
-    like = describe((rows(), torch.arange(4))).without_batch()
+    lists = describe((rows(), torch.arange(4))).lists
     with pytest.raises(InvalidArgument):
-        describe(make_wrong(), like)
+        describe(make_wrong(), lists)
