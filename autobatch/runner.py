@@ -1,13 +1,19 @@
-"""Defines the public ``Runner``, which adds to ``training.runner`` one call that fits and binds."""
+"""Defines the public ``Runner``: it fits, reads loaders, and gives batches to ``training.runner``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
 
+from autobatch._arguments import check_switch
+from autobatch._wrappers import is_accumulating
+from autobatch.batch.layout import Layout
 from autobatch.distributed.ranks import find_ranks, several_blocks
+from autobatch.errors import InvalidArgument
 from autobatch.fitting.fit import fit
 from autobatch.fitting.loader_sizes import ForRun
 from autobatch.fitting.options import (
@@ -18,8 +24,20 @@ from autobatch.fitting.options import (
     refuse_unknown,
     select,
 )
+from autobatch.result import StepResult
 from autobatch.step.workload import Step
+from autobatch.training.given_batches import several
+from autobatch.training.loader_steps import (
+    Pass,
+    Progress,
+    check_loader,
+    count_samples,
+    read_together,
+    refuse_unlike,
+    set_epoch,
+)
 from autobatch.training.runner import StepRunner
+from autobatch.training.runner_state import RunnerState, read_state
 from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
 
@@ -27,6 +45,20 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["Runner"]
+
+
+_NO_OPTIMIZER = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
+
+_ACCUMULATED_TWICE = (
+    "accumulate() inside accelerator.accumulate(), where optimizer.step() does nothing for this batch: the gradient of "
+    "the next one would be added, and nothing would divide the sum; leave accelerator.accumulate() out and pass the "
+    "whole batch, or set gradient_accumulation_steps=1"
+)
+
+_NO_COPY = (
+    "a Runner cannot be copied or pickled, as it is bound to one model and one optimizer: make one of runner.plan, and "
+    "give it runner.state_dict()"
+)
 
 
 class Runner(StepRunner):
@@ -90,3 +122,192 @@ class Runner(StepRunner):
             finally:
                 objects.restore()
         return cls(plan, model, step, optimizer, **select(options, RunnerOptions))
+
+    @cached_property
+    def _progress(self) -> Progress:
+        return Progress()
+
+    @property
+    def passes(self) -> int:
+        """Number of passes over a loader that ``run`` has finished."""
+        return self._progress.passes
+
+    def run(self, loader: Iterable[Any], *, epochs: int | None = None, drop_last: bool = False) -> Iterator[StepResult]:
+        """Run one optimizer step for every target's worth of samples, whatever sizes the loader's batches have.
+
+        Batches are joined and cut so that each step has exactly this rank's share of the target; what is left of a
+        batch begins the next step. At the loader's end the last, smaller step runs, with the mean over its own samples.
+        A step runs when its result is asked for.
+
+        ``state_dict()`` between two steps says how far the pass has come. After ``load_state_dict()`` the first call of
+        ``run`` reads the samples that were used, without running them, restores the random generators to the states
+        that you had set, and continues. A batch that was used in part is read again: a dataset that draws random
+        numbers as it is read may give its other samples new ones. Let the loader give the same order again: by
+        ``set_epoch`` and a seed, or a generator that you seed for each pass. A ``ShareSampler`` that was resumed with
+        its own state begins there itself; load no state into other loaders that resume themselves. Every other call
+        begins a new pass, also after a ``break`` or an error.
+
+        With several ranks each passes its own loader, for as many passes. A rank whose loader has ended takes part in
+        the others' last steps without samples. Leave the loop at the same step on every rank.
+
+        Args:
+            loader: A DataLoader, a list of batches, or another iterable of batches.
+            epochs: Number of passes. Before each, ``set_epoch(epoch)`` is called of what has it: the loader, its
+                sampler, its batch_sampler, its dataset. After ``load_state_dict()`` finished passes count. ``None``:
+                one pass, and ``set_epoch`` is yours to call.
+            drop_last: Leave out a last step that is smaller than the target.
+
+        Yields:
+            The result of each step, as ``step`` returns it.
+
+        Raises:
+            InvalidArgument: ``loader`` is a single batch or a dataset, yields samples, or has fewer samples than the
+                state says were used; samples of a batch cannot be counted or divided; or another call of ``run`` has
+                begun since.
+            DoesNotFit: As ``step``.
+            CannotRetry: As ``step``.
+            RankFailed: Another rank's loader or step has raised an error.
+        """
+        if self._update is None:
+            raise InvalidArgument(_NO_OPTIMIZER)
+        check_loader(loader, epochs)
+        check_switch("drop_last", drop_last)
+        return self._run_passes(loader, epochs, drop_last=drop_last)
+
+    def _run_passes(self, loader: Iterable[Any], epochs: int | None, *, drop_last: bool) -> Iterator[StepResult]:
+        share, progress = sum(self.plan.micro_batch_sizes), self._progress
+        for epoch in progress.begin(epochs):
+            call = progress.calls
+            if epoch is not None:
+                set_epoch(loader, epoch)
+            reading = Pass(loader, progress, share, self._describe_loaded, self._device.torch_device)
+            while (batches := self._read_step(reading, drop_last=drop_last)) is not None:
+                result, used = self._run(batches, update=True, is_cut=True), count_samples(batches)
+                progress.samples += used
+                del batches  # while the user has the result, nothing of the step is held
+                yield result
+                progress.check_call(call)
+
+    def _describe_loaded(self, batch: Any) -> Layout:
+        return refuse_unlike(self._batches.describe(batch), self.plan.batch_dims)
+
+    def _read_step(self, reading: Pass, *, drop_last: bool) -> list[Layout] | None:
+        """This rank's samples of the next step of ``run``; ``None`` where the pass ends, on all ranks at once."""
+        if self._ranks is None:
+            layouts = reading.take()
+            samples = count_samples(layouts)
+        else:
+            layouts, samples = read_together(self._ranks, self.steps, reading)
+        return None if not samples or (drop_last and samples < self.plan.target_batch) else layouts
+
+    def step(self, batch: Any) -> StepResult:
+        """Run one optimizer step on a whole batch.
+
+        Earlier gradients become part of it, as with ``backward``: call ``zero_grad()`` before if they should not.
+
+        Args:
+            batch: This rank's share of the target batch, on any device; only micro-batches go to the model's device.
+                With several ranks one may have no samples: ``None``, or tensors without rows.
+
+        Returns:
+            The loss, the committed sizes and the numbers of this step. Gradients are ``None`` afterwards.
+
+        Raises:
+            DoesNotFit: Memory ended at one sample, or at the fewest that the model can run; everything is as before. Or
+                the batch cannot be cut into micro-batches of at most the plan's ``max_micro_batch`` that the model can
+                run; nothing was run.
+            InvalidArgument: Its samples cannot be counted; nothing was run.
+            CannotRetry: Memory ended inside the optimizer's step; parameters may have moved.
+        """
+        if self._update is None:
+            raise InvalidArgument(_NO_OPTIMIZER)
+        return self._run([batch], update=True)
+
+    def step_over(self, batches: Iterable[Any]) -> StepResult:
+        """Run one optimizer step on smaller batches that make up the target together.
+
+        The step is that of one batch with all their samples: neighbours whose samples one tensor can hold are divided
+        together, so that small batches fill micro-batches of the plan's size. Others are divided each by itself: those
+        of unlike shape or dtype, with numbers in them, of registered types, and all with ``cut=`` or sharded
+        parameters.
+
+        Args:
+            batches: All are read before the first one is run: the mean's denominator is the total, and a restart needs
+                them. Samples of several batches are copied together, one micro-batch at a time.
+
+        Returns:
+            As ``step``.
+
+        Raises:
+            DoesNotFit: As ``step``.
+            CannotRetry: As ``step``.
+        """
+        if self._update is None:
+            raise InvalidArgument(_NO_OPTIMIZER)
+        return self._run(several(batches), update=True)
+
+    def accumulate(self, batch: Any) -> StepResult:
+        """Run a step without the update: the batch's gradient is added to ``.grad``.
+
+        With a ``scaler`` the gradients stay scaled, as after ``scaler.scale(loss).backward()``.
+
+        Args:
+            batch: This rank's share of the target batch.
+
+        Returns:
+            As ``step``.
+
+        Raises:
+            DoesNotFit: Memory ended at one sample; everything is as before.
+            InvalidArgument: accelerate is accumulating: its optimizer's ``step()`` would do nothing now, and gradients
+                of several batches would add up that nothing divides.
+        """
+        if is_accumulating():
+            raise InvalidArgument(_ACCUMULATED_TWICE)
+        return self._run([batch], update=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides the next steps' sizes and how far ``run`` is, in plain numbers, texts, lists and dicts.
+
+        With it, a resumed run is bit for bit the one that was not interrupted, also after a shortage has made the size
+        smaller (sizes decide how gradients are rounded), as far as the same memory is free. Parameters, optimizers,
+        schedulers, scalers, generators and what ``keep=`` names are yours to save. On several ranks each has its own.
+        """
+        return RunnerState.of(
+            self.plan,
+            self._memory.pace,
+            steps=self.steps,
+            passes=self._progress.passes,
+            pass_samples=self._progress.samples,
+            batch_lists=self._batches.lists,
+            counted_per_sample=self._accumulation.counted_per_sample,
+        ).model_dump(mode="json")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where ``state_dict`` was, between two steps.
+
+        Args:
+            state: From a Runner of the same plan, as by ``Plan.load``; also after ``json`` or ``torch.save``.
+
+        Raises:
+            InvalidArgument: It is no such state, or another plan's; nothing has changed.
+        """
+        found = read_state(state, self.plan)
+        pace = found.resume(self._memory.make_pace(found.smallest_micro_batch))
+        self._accumulation.smallest = found.smallest_micro_batch
+        self._accumulation.counted_per_sample = found.counted_per_sample
+        self._batches.lists = found.batch_lists
+        self.steps = self._memory.first_step = found.steps
+        self._progress.resume(found.passes, found.pass_samples)
+        if found.steps:
+            self._sizes.last = self._sizes.planned  # the next step may be the last of an epoch
+        self._stepped.forget()
+        self._memory.change(pace, self.steps)
+
+    def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would go on with parts of this one.
+
+        Raises:
+            InvalidArgument: Always.
+        """
+        raise InvalidArgument(_NO_COPY)

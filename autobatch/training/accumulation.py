@@ -368,13 +368,13 @@ class Accumulation:
 
     def drop_gradients(self) -> None:
         """Set every ``.grad`` to ``None``, after an update."""
-        for parameter in self.workload.parameters() if self._is_watched else self._parameters:
-            parameter.grad = None  # the first forward passes may have made some parameters
+        for parameter in self.workload.parameters():  # a forward pass may have made some
+            parameter.grad = None
 
     def _end(self, undo: Undo) -> None:
         self._sums.end()
         undo.release()  # one assignment commits: an interrupt comes before it, and the step is undone, or after it
-        if self.is_training and self._is_watched:
+        if self.is_training:
             self._hooks = find_hooks(self._parameters)
 
     def _checks_counts(self) -> bool:

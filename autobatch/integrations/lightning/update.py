@@ -132,7 +132,7 @@ class LightningRunner(Runner):
 
     def _finish(self, undo: Undo, shared: SharedStep | None, *, update: bool) -> None:
         """Let Lightning make the update; the commit is where its parameters are about to move."""
-        self._free_memory.check_update()
+        self._memory.check_update()
 
         def commit() -> None:
             if shared is not None:

@@ -1,0 +1,135 @@
+"""Chooses the size of micro-batches from the memory that is free, and enforces the budget while a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from autobatch._user_errors import contextmanager
+from autobatch.batch.cut import Division, MicroBatch
+from autobatch.batch.layout import Layout
+from autobatch.errors import DoesNotFit
+from autobatch.memory.cpu import CpuDevice
+from autobatch.memory.device import Device
+from autobatch.plan import Plan
+from autobatch.planning.pacing import Pace
+from autobatch.step.workload import Workload
+from autobatch.training.accumulation_state import Shortage
+from autobatch.training.binding import make_pace
+from autobatch.training.free_memory import FreeMemory
+from autobatch.training.step_errors import explain_shortage
+from autobatch.training.step_events import StepEvents
+
+_FIRST_STEPS = 2
+"""Number of steps, from the start or from a loaded state, in which a CPU's default budget is enforced.
+
+The optimizer makes its state in the first and has it in the second."""
+
+
+class StepMemory:
+    """The memory of a Runner's steps, and the size of micro-batches that follows from it.
+
+    Attributes:
+        pace: Size of the next micro-batches, and why; replaced whenever it changes.
+        first_step: Number of the step at which the Runner began, or where a loaded state was.
+        peak_bytes: Peak of the last measured step, in bytes.
+    """
+
+    def __init__(self, plan: Plan, workload: Workload, device: Device, division: Division, events: StepEvents) -> None:
+        """Begin with the plan's size."""
+        self._plan, self._workload, self._device, self._division, self._events = (
+            plan,
+            workload,
+            device,
+            division,
+            events,
+        )
+        self._free = FreeMemory(plan, workload, device)
+        self.pace = self.make_pace(plan.smallest_micro_batch)
+        self.first_step, self.peak_bytes, self._has_thrashed = 0, 0, False
+
+    def make_pace(self, smallest: int) -> Pace:
+        """Return the pace of the first step, of micro-batches of at least so many samples."""
+        return make_pace(self._plan, self._workload, self._division, smallest)
+
+    @contextmanager
+    def limit(self, step: int, layouts: Sequence[Layout], buckets: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Enforce the budget and measure the peak; on a CPU, where that takes time, not in every step.
+
+        Args:
+            step: Number of the step.
+            layouts: Its batches.
+            buckets: Memory in which the ranks' gradients are summed.
+        """
+        device, self._has_thrashed = self._device, False
+        is_first = step - self.first_step < _FIRST_STEPS
+        self._free.is_counted = is_first or self._plan.budget_passed or not isinstance(device, CpuDevice)
+        if not self._free.is_counted:  # nothing reads the free memory: the size is the one that the last steps allow
+            self.change(self.pace.before_step(None, None), step)
+            yield
+            return
+        device.watch(self._workload.resident_tensors())
+        device.watch(buckets)
+        for layout in layouts:
+            device.watch(layout.tensors())
+        with device.limit(self._plan.budget_bytes):
+            self.change(self._look_ahead(), step)
+            device.reset_peak()
+            before = device.usage()
+            yield
+            usage = device.usage()
+        self.peak_bytes, self._has_thrashed = usage.peak_allocated, usage.alloc_retries > before.alloc_retries
+
+    def _look_ahead(self) -> Pace:
+        """Return the pace for this step: smaller only if too little is free even after all caches are given back."""
+        pace = self.pace.before_step(*self._free.read())
+        if pace.size >= self.pace.size:
+            return pace
+        self._device.reclaim()
+        return self.pace.before_step(*self._free.read())
+
+    def begin(self, smallest: int) -> int:
+        """Return the size with which a step begins, of at least so many samples."""
+        if smallest > self.pace.smallest:  # of sharded parameters all ranks learn it inside a step
+            self.pace = replace(self.pace, smallest=smallest)
+        return self.pace.size
+
+    def check_update(self) -> None:
+        """Refuse an update that does not fit, while the step can still be undone.
+
+        Raises:
+            DoesNotFit: The memory is not free, even after all caches were given back.
+        """
+        self._free.check_update()
+
+    def after_shortage(self, step: int, shortage: Shortage) -> int:
+        """Return the size of the next attempt.
+
+        Raises:
+            DoesNotFit: The micro-batch that ran out of memory cannot be smaller.
+        """
+        self._device.reclaim()
+        if not shortage.failed_size:  # another rank ran out of memory
+            return self.pace.size
+        used, least = self._device.usage().allocated, max(shortage.least_size, self.pace.smallest)
+        if shortage.failed_size <= least:
+            raise DoesNotFit(explain_shortage(step, shortage, used, self._plan, self._workload.model))
+        _, limit_bytes = self._free.read()
+        self.pace = self.pace.after_shortage(shortage.failed_scale, limit_bytes, least)
+        self._events.report_retry(step, shortage, self.pace.size, used)
+        return self.pace.size
+
+    def after_step(self, next_step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Choose the next step's size, after these micro-batches have run."""
+        largest = max((micro_batch.scale for micro_batch in micro_batches), default=0)
+        self.change(self.pace.after_step(largest, thrashed=self._has_thrashed), next_step)
+
+    def change(self, pace: Pace, step: int) -> None:
+        """Take another pace, from this step on; report it if the size is another."""
+        if pace.size > self.pace.size:
+            self._device.reclaim()  # cached segments of the smaller sizes would stay beside those of this one
+        if pace.size != self.pace.size:
+            self._events.report_pace(step, self.pace.size, pace)
+        self.pace = pace
