@@ -17,7 +17,7 @@ MOST_SAMPLES = 10**8  # of one optimizer step: sizes are searched among twice th
 MOST_MICRO_BATCHES = 10**6  # of one optimizer step: a plan lists them one by one
 LONGEST_TEXT = 4000  # letters
 LONGEST_LIST = 10_000  # entries; trials, ranges of steps and warnings are far fewer
-LARGEST = 2**63 - 1  # what SQLite holds; no device has as many bytes
+LARGEST = 2**63 - 1  # no device has as many bytes
 SHORTEST = 1e-9  # seconds; a rate over less might be infinite
 _LAST_MOMENT = 253_402_214_400.0  # the last day of the year 9999: the calendar ends there, in any time zone
 

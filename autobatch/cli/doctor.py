@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from autobatch._formatting import format_bytes, plural, show_value
+from autobatch._formatting import format_bytes, plural
 from autobatch._torch_versions import OLDEST, OLDEST_TO_PREDICT, format_release, read_release
 from autobatch.cli.environment import Environment, read_environment
 from autobatch.cli.output import DONE, NO, Answer
 from autobatch.cli.plans import find_fault
-from autobatch.ledger.retention import read_days
 
 __all__ = ["Finding", "configure_doctor", "examine"]
 
@@ -232,15 +231,7 @@ def _check_ledger(found: Environment) -> Iterator[Finding]:
         yield _fine("plans are not stored: AUTOBATCH_LEDGER turns that off")
     elif found.ledger_error:
         what = f"plans cannot be stored in {found.home}: {found.ledger_error}"
-        move = "set AUTOBATCH_HOME to a folder that can be written to"
-        advice = "look at that disk" if "is damaged" in found.ledger_error else move
         judge = _wrong if found.settings.get("AUTOBATCH_HOME", "").strip() else _beware
-        yield judge(what, advice)
+        yield judge(what, "set AUTOBATCH_HOME to a folder that can be written to")
     else:
         yield _fine(f"plans are stored in {found.home}")
-    days = found.settings.get("AUTOBATCH_RETENTION_DAYS", "").strip()
-    if days and read_days(days) is None:
-        yield _wrong(
-            f"AUTOBATCH_RETENTION_DAYS={show_value(days)} is no positive number of days",
-            "set it to a number such as 400, or unset AUTOBATCH_RETENTION_DAYS",
-        )

@@ -30,7 +30,7 @@ DONE, NO, USAGE = 0, 1, 2
 """Exit codes: it was done; it was done and the answer is no; the command line cannot mean anything."""
 
 _MOST_DIGITS = 18
-"""Of a number that SQLite holds, which counts the plans that are listed."""
+"""Of a number that fits into 64 bits, which counts the plans that are listed."""
 
 
 def read_count(text: str) -> int:

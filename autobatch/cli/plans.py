@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sqlite3
 import stat
 import time
 from collections.abc import Iterator
@@ -17,9 +16,9 @@ from pathlib import Path
 
 from autobatch._formatting import format_bytes, plural, show_value
 from autobatch.cli.output import DONE, NO, Answer, check_folder, find_kind, read_count, refusals_of
-from autobatch.errors import InvalidArgument
+from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.events.run_history import Run
-from autobatch.ledger.database import LedgerUnavailable, find_home, find_ledger, is_damaged, is_enabled, next_file
+from autobatch.ledger.home import find_home, is_enabled
 from autobatch.ledger.store import Store, runs_id
 from autobatch.plan import Plan
 from autobatch.report.difference import diff_plans, diff_plans_data
@@ -70,7 +69,7 @@ def configure_report(command: argparse.ArgumentParser) -> None:
 def configure_forget(command: argparse.ArgumentParser) -> None:
     """Add the options."""
     command.add_argument("plans", nargs="*", metavar="ID", help="the beginnings of their ids")
-    command.add_argument("--older-than", type=float, metavar="DAYS", help="all that were made before")
+    command.add_argument("--older-than", type=float, metavar="DAYS", help="all that were not stored or used since")
     command.add_argument("--all", action="store_true", help="everything")
     command.set_defaults(run=_forget)
 
@@ -153,44 +152,38 @@ def _forget(options: argparse.Namespace) -> Answer:
 
 @contextmanager
 def open_store() -> Iterator[Store]:
-    """The ledger's file, open; ``InvalidArgument`` where it is off, ``LedgerUnavailable`` where it cannot be used."""
+    """Yield the ledger's files; what is wrong with them ends in one line.
+
+    Raises:
+        InvalidArgument: The ledger is turned off.
+        AutobatchError: The folder cannot be used.
+    """
     if not is_enabled():
         raise InvalidArgument("plans are not stored: AUTOBATCH_LEDGER turns the ledger off; unset it")
     try:
         home = find_home()
     except OSError as error:
-        raise LedgerUnavailable(str(error)) from error
+        raise AutobatchError(str(error)) from error
     try:
-        with Store(find_ledger(home)) as store:
-            yield store
-    except (sqlite3.Error, OSError) as error:
-        if is_damaged(error):
-            raise LedgerUnavailable(_explain_damage(find_ledger(home), error)) from error
-        raise LedgerUnavailable(
+        yield Store(home)
+    except OSError as error:
+        raise AutobatchError(
             f"the ledger in {home} cannot be used ({type(error).__name__}: {error}); AUTOBATCH_HOME moves it"
         ) from error
 
 
-def _explain_damage(path: Path, error: Exception) -> str:
-    successor = next_file(path)
-    after = f"the next fit() begins {successor.name} beside it" if successor else "move it and those before it away"
-    return f"the ledger {path} is damaged ({error}); what was in it cannot be shown; {after}"
-
-
 def find_fault() -> tuple[str, str]:
-    """Where plans are stored, empty where they are not; and why they cannot be, empty where they can."""
+    """Return where plans are stored, empty if they are not, and why they cannot be, empty if they can."""
     if not is_enabled():
         return "", ""
+    home = ""
     try:
         home = str(find_home())
-    except OSError as error:
-        return "no folder", str(error)
-    try:
         with open_store() as store:
             store.check_writable()
-            return home, ""
-    except LedgerUnavailable as error:
-        return home, str(error)
+    except (OSError, AutobatchError) as error:
+        return home or "no folder", str(error)
+    return home, ""
 
 
 def _find_plan(name: str) -> tuple[Plan, list[Run]]:
@@ -206,7 +199,7 @@ def _find_plan(name: str) -> tuple[Plan, list[Run]]:
         try:
             with open_store() as store:
                 return plan, store.runs_of(runs_id(plan))[::-1]
-        except (InvalidArgument, LedgerUnavailable):  # the file itself is whole, and it is what was asked for
+        except AutobatchError:  # the plan itself could be read, and that was asked for
             return plan, []
     if name.endswith(".json"):
         raise InvalidArgument(f"no file {name}")

@@ -124,3 +124,13 @@ class Run(Record):
     def peak_bytes(self) -> int:
         """Most bytes in tensors at once in any step, on any rank."""
         return max((part.peak_bytes for part in self.ranks or self.ranges), default=0)
+
+
+class RunUpdate(Run):
+    """What is new of a run: its own fields, its totals, its last ranges and the setbacks since the update before.
+
+    Attributes:
+        first_range: Position of the first of these ranges in the run; they replace what was there.
+    """
+
+    first_range: Count = 0

@@ -17,7 +17,7 @@ from autobatch._arguments import check_path
 from autobatch._formatting import show_value
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, Retried, StepFailed
-from autobatch.ledger.database import find_home
+from autobatch.ledger.home import find_home
 
 __all__ = ["console", "jsonl", "memory_snapshot"]
 

@@ -1,1 +1,1 @@
-"""Stores plans and runs in SQLite, from one start of a script to the next."""
+"""Stores plans and runs as files, from one start of a script to the next."""

@@ -1,106 +1,117 @@
-"""Records how a plan's steps went: the hook that a ``Runner`` calls for the ledger.
+"""Records the steps of a plan: the hook that a ``Runner`` calls for the ledger.
 
-Covers when a run is written: with its first step, soon after memory was short, else every ten seconds, and at the end;
-in between a step costs some microseconds. Does not cover how steps add up (``run_summary``).
+Steps add up in memory. The first step, changes of the size, an error of a step and the end are written at once. Other
+steps are written a second later, in long runs up to ten seconds later. A kill loses no more than that.
 """
 
 from __future__ import annotations
 
-import _thread
-import atexit
 import os
+import re
 import secrets
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 from autobatch.events import Event, Retried, SizeChanged, StepFailed, StepFinished
 from autobatch.events.rank_step import RankStep
-from autobatch.events.run_history import Outcome, Run
-from autobatch.ledger.ledger import TRAINING_WAITS_S, Ledger
-from autobatch.ledger.run_summary import Tally, shorten_reason
-from autobatch.ledger.store import plan_id
+from autobatch.events.run_history import Outcome, RankTotal, RunUpdate, Setback, StepRange
+from autobatch.ledger.ledger import Ledger
+from autobatch.ledger.store import runs_id
 from autobatch.plan import Plan
 
-__all__ = ["RunRecorder"]
+_LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 10.0
+_PART_OF_AGE = 0.005  # so that the file of a run of weeks stays small
+_PART_OF_RANK = 0.1  # of a line: with many ranks it is long, and written less often
+_MOST_OF_TIME = 0.01  # a slow disk must not slow the steps down
 
-_EVERY_S = 10.0
-"""What a kill may lose of a run without setbacks."""
+_MOST_ROWS = 4096
+"""Ranges of a run, and its setbacks; later steps add up in the last range, later setbacks are its retries."""
 
-_AFTER_SETBACK_S = 1.0
-"""Of many setbacks in a second the first is written at once and the others together."""
-
-_MOST_WAITING = 1000
-"""Steps, and rows of their ranks, that are added up at once."""
-
-_SLOW_S = 0.25
-_SELDOM = 100
-"""After a write that took longer than that, wait so many times as long: a slow disk costs a hundredth of the time."""
-
-_EXIT_WAITS_S = 5.0
-"""For other writers, at the end of the process."""
+_MOST_WAITING = 1000  # steps, and rows of their ranks, that are not added up yet
+_LONGEST_REASON = 300
+_PATH = re.compile(r"""(['"])[^'"]*[/\\][^'"]*\1|\S*[/\\]\S*""")
 
 
 class RunRecorder:
-    """Records one run of a plan; the run begins with the first event of a step.
-
-    Of several ranks the first one's process records the run of all. In a forked child it does nothing: the run is the
-    parent's.
+    """Records one run of a plan. Rank 0 records for all ranks; a forked child records nothing.
 
     Attributes:
-        count_step: Counts a finished step, of which no event was made, and writes if it is time.
+        count_step: Counts a finished step, for which no event was made.
     """
 
-    def __init__(self, plan: Plan, ledger: Ledger, *, every_s: float = _EVERY_S) -> None:
-        """Write nothing yet; ``every_s`` is the least time between two writes without a setback."""
-        self._current = _CurrentRun(plan, ledger, every_s)
-        self.count_step = self._current.count_step
-        # The run outlives the recorder by one write: a runner that nobody refers to any more has finished.
-        weakref.finalize(self, _finish_unreferenced, self._current).atexit = False
+    def __init__(self, plan: Plan, ledger: Ledger) -> None:
+        """Write nothing before the first step."""
+        run = _RunFile(plan, ledger)
+        self._take, self.count_step = run.take, run.count_step
+        weakref.finalize(self, run.finish)  # also at the end of the process
 
     def __call__(self, event: Event, /) -> None:
-        """Count a step or a setback, and write if it is time."""
-        self._current.take(event)
+        """Count a step, a setback or an error."""
+        self._take(event)
 
 
-class _CurrentRun:
-    """A run that is written a last time when its recorder is gone or the process ends."""
+@dataclass
+class _Sum:
+    """Sums of steps: a ``RankTotal``, or without ``steps`` a ``StepRange``, that still grows."""
 
-    def __init__(self, plan: Plan, ledger: Ledger, every_s: float) -> None:
-        self._plan, self._ledger, self._every_s = plan, ledger, every_s
-        self._pid = os.getpid()
-        self._steps: deque[tuple[int, Sequence[int], int, int, float, Sequence[RankStep]]] = deque()
-        self._run: Run | None = None
-        self._tally = Tally(plan.micro_batch_size)
+    steps: int = 0
+    samples: int = 0
+    micro_batch_size: int = 0
+    retries: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, samples: int, micro_batch_size: int, retries: int, peak_bytes: int, seconds: float) -> None:
+        self.steps += 1
+        self.samples += samples
+        self.micro_batch_size = max(self.micro_batch_size, micro_batch_size)
+        self.retries += retries
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self.seconds += seconds
+
+
+class _RunFile:
+    """The run's sums, and which of them its file has."""
+
+    def __init__(self, plan: Plan, ledger: Ledger) -> None:
+        self._plan, self._ledger = plan, ledger
+        self._id, self._pid = secrets.token_hex(8), os.getpid()
+        self._started_at, self._began = time.time(), time.monotonic()
         self._outcome: Outcome = "running"
         self._reason = ""
-        self._file: Path | None = None  # which has the run
-        self._least_wait_s = 0.0
-        self._tried_at, self._wait_s, self._was_refused = -float("inf"), 0.0, False
-        self._over = not ledger.is_enabled
+        self._size = self._range_size = plan.micro_batch_size  # the most in a micro-batch now, and in the last range
+        self._next_step = -1  # that continues the last range
+        self._steps: list[tuple[int, Sequence[int], int, int, float, Sequence[RankStep]]] = []  # not added up yet
+        self._ranges: list[tuple[int, _Sum]] = []  # with the first step of each
+        self._setbacks: list[Setback] = []
+        self._ranks: list[_Sum] = []
+        self._ranges_written = self._setbacks_written = 0
+        self._has_plan = False  # in the ledger
+        self._due_at = self._rests_until = -float("inf")
+        self._is_over = not ledger.is_enabled
 
     def take(self, event: Event) -> None:
+        """Count what an event reports."""
+        if self._is_over:
+            return
         if isinstance(event, StepFinished):
             numbers = event.retries, event.peak_bytes, event.seconds, event.ranks
             self.count_step(event.step, event.micro_batch_sizes, *numbers)
-            return
-        if self._over or os.getpid() != self._pid:
-            return
-        self._add_steps()
-        if isinstance(event, (Retried, SizeChanged)):
-            self._tally.add_setback(event)
-            if not self._was_refused:  # waiting for another process's lock again and again would be felt
-                self._wait_s = max(min(_AFTER_SETBACK_S, self._wait_s), self._least_wait_s)
+        elif isinstance(event, (Retried, SizeChanged)):
+            self._add_steps()
+            self._size = event.new_size
+            if len(self._setbacks) < _MOST_ROWS:
+                self._setbacks.append(_make_setback(event))
+                if time.monotonic() >= self._rests_until:
+                    self._write()
         elif isinstance(event, StepFailed):  # the run has failed, unless another step follows
+            self._add_steps()
             stopped = event.reason.startswith(KeyboardInterrupt.__name__)
-            self._outcome, self._reason = "interrupted" if stopped else "failed", shorten_reason(event.reason)
-            self._wait_s = 0.0
-        else:
-            return
-        self._write_if_due()
+            self._outcome, self._reason = "interrupted" if stopped else "failed", _shorten(event.reason)
+            self._write()
 
     def count_step(  # noqa: PLR0917 - called in every step
         self,
@@ -111,86 +122,89 @@ class _CurrentRun:
         seconds: float,
         ranks: Sequence[RankStep] = (),
     ) -> None:
-        if self._over:
+        """Note a finished step; they are added up later, since each object that a step touches costs it time."""
+        if self._is_over:
             return
         self._steps.append((step, sizes, retries, peak_bytes, seconds, ranks))
-        if time.monotonic() - self._tried_at >= self._wait_s and os.getpid() == self._pid:
-            self._write(TRAINING_WAITS_S)
+        if time.monotonic() >= self._due_at:
+            self._write()
         elif len(self._steps) * (1 + len(ranks)) >= _MOST_WAITING:
             self._add_steps()
 
     def _add_steps(self) -> None:
-        """Add up the steps since the last time: not one by one, as each new thing touched costs time in a step."""
+        """Add steps to the last range; one of another size, or with retries after one without, begins a range."""
         if self._steps:
             self._outcome, self._reason = "running", ""
-        while self._steps:  # one by one: an interrupt must not count any of them twice
-            self._tally.add_step(*self._steps.popleft())
+        steps, self._steps = self._steps, []
+        for step, sizes, retries, peak_bytes, seconds, ranks in steps:
+            # By the size that is allowed: with batches of many lengths, the largest that ran differs in each step.
+            last = self._ranges[-1][1] if self._ranges else None
+            is_alike = last is not None and self._range_size == self._size and (last.retries > 0) == (retries > 0)
+            if last is None or step != self._next_step or not (is_alike or len(self._ranges) >= _MOST_ROWS):
+                last, self._range_size = _Sum(), self._size
+                self._ranges.append((step, last))
+            last.add(sum(sizes), max(sizes, default=0), retries, peak_bytes, seconds)
+            self._next_step = step + 1
+            if ranks:
+                self._ranks = self._ranks or [_Sum() for _ in ranks]
+                for total, one in zip(self._ranks, ranks, strict=False):
+                    total.add(one.samples, one.micro_batch_size, one.retries, one.peak_bytes, one.seconds)
 
-    def _write_if_due(self) -> None:
-        if time.monotonic() - self._tried_at >= self._wait_s:
-            self._write(TRAINING_WAITS_S)
+    def finish(self) -> None:
+        """Write the end, if anything has happened."""
+        self._add_steps()
+        if not self._is_over and (self._ranges or self._setbacks or self._outcome != "running"):
+            self._outcome = "finished" if self._outcome == "running" else self._outcome
+            self._write()
+        self._is_over = True
 
-    def finish(self, patience_s: float = TRAINING_WAITS_S) -> None:
-        """Write the rest; where that fails it is tried again at the end of the process."""
-        if self._over or os.getpid() != self._pid or self._run is None:
+    def _write(self) -> None:
+        """Append what the file does not have yet; the last range is written again for as long as it grows."""
+        if os.getpid() != self._pid:
             return
+        began = time.monotonic()
         self._add_steps()
-        self._outcome = "finished" if self._outcome == "running" else self._outcome
-        if self._write(patience_s):
-            self._over = True
-            _unfinished.discard(self)
-
-    def _write(self, patience_s: float) -> bool:
-        self._add_steps()
-        now = time.time()
-        run = self._run = self._run or self._begin(now)
-        self._tried_at = time.monotonic()
-        if self._file is None and self._ledger.begin_run(self._plan, run, patience_s):
-            self._file = self._ledger.file
-        update = self._tally.unwritten(run, now, self._outcome, self._reason)
-        written = self._ledger.update_run(update, patience_s) if self._file else "not now"
-        took_s = time.monotonic() - self._tried_at
-        self._least_wait_s = _SELDOM * took_s if took_s > _SLOW_S else 0.0
-        self._tried_at, self._wait_s = time.monotonic(), max(self._every_s, self._least_wait_s)
-        self._was_refused = written == "not now"
+        first = max(self._ranges_written - 1, 0)
+        self._has_plan = self._has_plan or self._ledger.begin_run(self._plan)
+        written = self._ledger.update_run(self._describe(first)) if self._has_plan else "not now"
         if written == "written":
-            self._tally.drop_written()
-        elif written == "forgotten" and self._ledger.file != self._file:
-            self._file = None  # not deleted, but in a file that is damaged: the run goes on in the next one
-            return self._write(patience_s)
-        elif written == "forgotten":
-            self._over = True  # a user deleted it, and does not want it back
-            _unfinished.discard(self)
-        return written == "written"
+            self._ranges_written, self._setbacks_written = len(self._ranges), len(self._setbacks)
+        self._is_over = written == "forgotten"  # the user has deleted the plan, and does not want the run back
+        now = time.monotonic()
+        wait_s = min(_LEAST_WAIT_S + _PART_OF_AGE * (now - self._began), _MOST_WAIT_S)
+        self._rests_until = now + (now - began) / _MOST_OF_TIME
+        self._due_at = max(now + wait_s * (1 + _PART_OF_RANK * len(self._ranks)), self._rests_until)
 
-    def _begin(self, now: float) -> Run:
-        _unfinished.add(self)
-        run_id = secrets.token_hex(8)
-        return Run(id=run_id, plan_id=plan_id(self._plan), pid=self._pid, started_at=now, last_seen_at=now)
-
-
-_unfinished: set[_CurrentRun] = set()
-
-
-def _finish_unreferenced(run: _CurrentRun) -> None:
-    """Write the end of a run whose runner is gone; an interrupt meanwhile comes again when this is over.
-
-    Python prints what a weak reference's callback raises and goes on (``handle_callback`` in Objects/weakrefobject.c),
-    and a write may wait for others for long enough that a user interrupts it.
-    """
-    try:
-        run.finish()
-    except KeyboardInterrupt:
-        threading.Timer(0.1, _thread.interrupt_main).start()
+    def _describe(self, first: int) -> RunUpdate:
+        return RunUpdate(
+            id=self._id,
+            plan_id=runs_id(self._plan),
+            pid=self._pid,
+            started_at=self._started_at,
+            last_seen_at=time.time(),
+            outcome=self._outcome,
+            reason=self._reason,
+            first_range=first,
+            ranges=tuple(_make_range(step, total) for step, total in self._ranges[first:]),
+            setbacks=tuple(self._setbacks[self._setbacks_written :]),
+            ranks=tuple(RankTotal(**vars(total)) for total in self._ranks),
+        )
 
 
-def _finish_all() -> None:
-    """Within one time limit: a process must end, however many runs it had and whatever happened to the disk."""
-    deadline = time.monotonic() + _EXIT_WAITS_S
-    for run in list(_unfinished):
-        run.finish(max(deadline - time.monotonic(), 0.0))
-        if run in _unfinished:  # nor will the next one be written
-            return
+def _make_range(first_step: int, total: _Sum) -> StepRange:
+    fields = vars(total).copy()
+    last_step = first_step + fields.pop("steps") - 1
+    return StepRange(first_step=first_step, last_step=last_step, **fields)
 
 
-atexit.register(_finish_all)
+def _make_setback(event: Retried | SizeChanged) -> Setback:
+    common: dict[str, Any] = {"step": event.step, "new_size": event.new_size, "reason": _shorten(event.reason)}
+    if isinstance(event, Retried):
+        return Setback(kind="retry", old_size=event.failed_size, used_bytes=event.used_bytes, **common)
+    return Setback(kind="size", old_size=event.old_size, **common)
+
+
+def _shorten(text: str) -> str:
+    """Return a text's first line, of at most 300 characters and without paths."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")[:_LONGEST_REASON]
+    return _PATH.sub("<path>", line)[:_LONGEST_REASON]

@@ -1,212 +1,266 @@
-"""Writes, finds and deletes plans and runs in the ledger's file.
+"""Stores plans and runs as files, finds and deletes them; raises ``OSError`` if the disk fails.
 
-Whatever fails is raised: ``sqlite3.Error``, ``OSError``, ``LedgerUnavailable``. Does not cover what training does then
-(``ledger``).
+    plans/FINGERPRINT/ID.json              the plan of rank 0, or of the only rank
+    plans/FINGERPRINT/WHOLE.RANK.ID.json   the plan of another rank; WHOLE is the id of rank 0's plan
+    runs/WHOLE/RUN.jsonl                   one run of that plan, one update a line
+
+A plan is written to a draft and renamed; a line of a run is one write. So a killed process loses nothing that these
+methods have returned from, and writers need no lock. No write waits for the disk: a power cut may lose the last ones.
+A damaged file costs itself and one log line. The newest plans of a fingerprint are kept, by count: each one's time of
+change is later than the others', even if the clock has gone back.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import sqlite3
+import os
+import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import ValidationError
 
 from autobatch.errors import InvalidArgument
-from autobatch.events.run_history import Run
-from autobatch.ledger.database import VERSION, open_database, transaction
-from autobatch.ledger.reader import PARTS, RUN_COLUMNS, UnreadablePlanError, read_plan, read_runs
-from autobatch.ledger.retention import find_retention, prune, tick
-from autobatch.ledger.run_summary import RunUpdate
+from autobatch.events.run_history import Run, RunUpdate, Setback, StepRange
+from autobatch.ledger.home import warn_once
 from autobatch.plan import Plan
+from autobatch.records import spell_invalid
 
-__all__ = ["Store", "plan_id", "runs_id"]
+Written = Literal["written", "not now", "forgotten"]
+"""``"forgotten"`` if the plan was deleted with its runs, ``"not now"`` if a later attempt may succeed."""
 
-_MOST_ALIKE = 200
-"""Each start of a script adds one, and they differ in target and budget: older ones than these are not read."""
+_PLAN_FILE = re.compile(r"(?:([\w-]+)\.(\d+)\.)?([\w-]+)\.json")
+_MOST_PLANS = 2000  # of one fingerprint: each start of a script adds one of some 3 kB
+_MOST_READ = 200  # of them, by a start of a script: older ones would cost it time
+
+
+class _PlanFile(NamedTuple):
+    """A stored plan that is not read yet.
+
+    Attributes:
+        path: The file.
+        order: Time of change, in nanoseconds; the largest is the newest.
+        whole: Id of rank 0's plan.
+        rank: Number of the rank.
+        id: Id of the plan.
+    """
+
+    path: Path
+    order: int
+    whole: str
+    rank: int
+    id: str
 
 
 class Store:
-    """One connection to one file, for one thread of one process; used in a ``with``."""
+    """The plans and runs in one folder, which need not exist."""
 
-    def __init__(self, path: Path, *, patience_s: float = 5.0) -> None:
-        """Open the file, as ``open_database`` does."""
-        self._pruned = False
-        self._connection = open_database(path, patience_s)
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
+    def __init__(self, home: Path) -> None:
+        self._home, self._plans, self._runs = home, home / "plans", home / "runs"
 
     def check_writable(self) -> None:
-        """Write what the file has already, and undo it: a file that may only be read lets a write begin."""
-        self._connection.execute("BEGIN IMMEDIATE")
+        """Write an empty file and delete it."""
+        self._make_folder(self._plans)
+        probe = self._plans / f".{os.getpid()}.draft"
         try:
-            self._connection.execute(f"PRAGMA user_version = {VERSION}")
+            probe.write_bytes(b" ")
         finally:
-            self._connection.rollback()
+            probe.unlink(missing_ok=True)
 
-    def add_plan(self, plan: Plan) -> None:
-        """Write a plan, unless one of its id is stored; before the first one, delete what is beyond the retention.
+    def add_plan(self, plan: Plan) -> bool:
+        """Store a plan as the newest of its fingerprint, and delete those that are too many.
 
-        A plan without an id gets one that follows from its content, and one without a date is of now.
+        A plan without an id gets one that follows from its content, and one without a date gets today's.
         """
-        retention = find_retention()
         plan = plan.model_copy(update={"id": plan_id(plan), "made_at": plan.made_at or time.time()})
-        with transaction(self._connection) as connection:
-            elapsed = tick(connection, retention)
-            if not self._pruned:  # before, so that an old plan that is used again stays until it has its run
-                prune(connection, retention, elapsed)
-            connection.execute(
-                "INSERT INTO plans VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
-                (
-                    *(plan.id, plan.made_at, plan.fingerprint, elapsed, plan.model_dump_json()),
-                    *(plan.rank, _find_whole(plan)),
-                ),
-            )
-        self._pruned = True
+        folder = self._plans / _file_name(plan.fingerprint)
+        path = folder / (f"{runs_id(plan)}.{plan.rank}.{plan.id}.json" if plan.rank else f"{plan.id}.json")
+        self._make_folder(folder)
+        plan.save(path)
+        files = _list_folder(folder)
+        order = max(time.time_ns(), *(file.order + 1000 for file in files))
+        os.utime(path, ns=(order, order))
+        newest_first = dict.fromkeys([runs_id(plan), *(file.whole for file in files)])
+        self._delete(files, set(islice(newest_first, _MOST_PLANS, None)))
+        return True
 
-    def add_run(self, run: Run) -> None:
-        """Write a run of a stored plan with its ranges and setbacks; of one that is stored only those are written."""
-        with transaction(self._connection) as connection:
-            values = (*(getattr(run, name) for name in RUN_COLUMNS), tick(connection, find_retention()))
-            connection.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING", values)
-            self._write_parts(run, ranges=0, setbacks=0, ranks=0)
+    def begin_run(self, plan: Plan) -> bool:
+        """Store a plan, and make the folder of its runs."""
+        self.add_plan(plan)
+        self._make_folder(self._runs / runs_id(plan))
+        return True
 
-    def update_run(self, update: RunUpdate) -> bool:
-        """Write what is new of a run, all or nothing; ``False`` where the run is not stored (any more)."""
-        with transaction(self._connection) as connection:
-            elapsed = tick(connection, find_retention())
-            found = connection.execute(
-                "UPDATE runs SET last_seen_at = ?, outcome = ?, reason = ?, seen = ? WHERE id = ?",
-                (update.last_seen_at, update.outcome, update.reason, elapsed, update.id),
-            ).rowcount
-            if found:
-                first = {"ranges": update.first_range, "setbacks": update.first_setback, "ranks": 0}
-                self._write_parts(update, **first)
-            return found > 0
-
-    def _write_parts(self, run: Run, **first: int) -> None:
-        for table, columns in PARTS.items():
-            statement = f"INSERT OR REPLACE INTO {table} VALUES (?, ?{', ?' * len(columns)})"  # noqa: S608 - our names
-            rows = (
-                (run.id, position, *(getattr(part, name) for name in columns))
-                for position, part in enumerate(getattr(run, table), first[table])
-            )
-            self._connection.executemany(statement, rows)
+    def update_run(self, update: RunUpdate) -> Written:
+        """Append a line to the run's file."""
+        line = update.model_dump_json(exclude_defaults=True).encode() + b"\n"
+        try:
+            with (self._runs / update.plan_id / f"{update.id}.jsonl").open("ab", buffering=0) as file:
+                end = file.tell()
+                if file.write(line) < len(line):
+                    file.truncate(end)  # else the next line would be damaged too
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except FileNotFoundError:
+            return "forgotten"
+        return "written"
 
     def plans(self, model: str | None = None, device: str | None = None, limit: int | None = None) -> list[Plan]:
-        """Plans with these in the names of model and device, the newest first; without those that cannot be read.
-
-        Of several ranks the first one's.
-        """
+        """Return rank 0's plans with these texts in the names of model and device, the last stored first."""
         wanted = (
             plan
-            for plan in self._read_plans("SELECT rowid FROM plans WHERE whole = '' ORDER BY made_at DESC, rowid DESC")
+            for plan in _read_plans(file for file in self._list_plans() if not file.rank)
             if (model or "").lower() in plan.model.lower() and (device or "").lower() in plan.device.name.lower()
         )
         return list(islice(wanted, limit))
 
     def plans_like(self, fingerprint: str, rank: int = 0) -> list[Plan]:
-        """The newest plans of a rank that were measured on the same, the newest first; none for no fingerprint."""
-        query = (
-            "SELECT rowid FROM plans WHERE fingerprint = ? AND fingerprint != '' AND rank = ? "
-            "ORDER BY made_at DESC, rowid DESC LIMIT ?"
-        )
-        found = self._read_plans(query, fingerprint, rank, _MOST_ALIKE)
-        return [plan for plan in found if plan.fingerprint == fingerprint]
-
-    def _read_plans(self, query: str, *values: str | int) -> Iterator[Plan]:
-        for (rowid,) in self._connection.execute(query, values).fetchall():
-            with suppress(UnreadablePlanError):
-                plan = read_plan(self._connection, rowid)
-                if plan is not None:
-                    yield plan
+        """Return a rank's newest plans of a fingerprint, the newest first; none for an empty fingerprint."""
+        files = [file for file in _list_folder(self._plans / _file_name(fingerprint)) if file.rank == rank]
+        found = _read_plans(files[:_MOST_READ])
+        return [plan for plan in found if plan.fingerprint == fingerprint != ""]
 
     def find_plan(self, id_or_prefix: str) -> Plan:
-        """The plan of this id, or the only one whose id begins so; ``InvalidArgument`` where it cannot be had."""
-        rowid, name = self._find_row(id_or_prefix)
+        """Return the plan of this id, or the only one whose id begins so; ``InvalidArgument`` if there is none."""
+        file = self._find_file(id_or_prefix, self._list_plans())
         try:
-            plan = read_plan(self._connection, rowid)
-        except UnreadablePlanError as error:
-            todo = "update autobatch, or run fit() again" if error.is_foreign else "run fit() again"
-            raise InvalidArgument(f"plan {name} is not one that this version reads ({error}): {todo}") from error
-        if plan is None:
-            raise InvalidArgument(f"plan {name} was forgotten a moment ago")
-        return plan
-
-    def _find_row(self, wanted: str) -> tuple[int, str]:
-        # Not LIKE: an id is the user's input here, and % is not what it says. By name: Python 3.12.0 warns of ?1.
-        query = (
-            "SELECT rowid, id FROM plans WHERE substr(id, 1, length(:wanted)) = :wanted "
-            "ORDER BY id != :wanted, made_at DESC, rowid DESC LIMIT 4"
-        )
-        found = self._connection.execute(query, {"wanted": wanted}).fetchall() if wanted else []
-        if found and (len(found) == 1 or found[0][1] == wanted):
-            return int(found[0][0]), str(found[0][1])
-        if found:
-            names = ", ".join(name for _, name in found[:3]) + (", ..." if len(found) > 3 else "")
-            raise InvalidArgument(f"several plans begin with {wanted!r}: {names}; give more of the id")
-        newest = self._connection.execute("SELECT id FROM plans ORDER BY made_at DESC, rowid DESC LIMIT 3")
-        names = ", ".join(name for (name,) in newest)
-        known = f"the newest are {names}" if names else "no plan is stored yet: run fit()"
-        raise InvalidArgument(f"no plan has the id {wanted!r}; {known}")
+            return _read_plan(file.path)
+        except _UnreadableError as error:
+            raise InvalidArgument(f"plan {file.id} cannot be read ({error}): run fit() again") from None
 
     def runs_of(self, plan_id: str) -> list[Run]:
-        """The runs of the plan of this very id, the newest first, without those that cannot be read."""
-        return read_runs(self._connection, plan_id)
+        """Return the runs of rank 0's plan of this id, the newest first, without those that cannot be read."""
+        files = [Path(entry.path) for entry in _scan(self._runs / plan_id) if entry.name.endswith(".jsonl")]
+        runs = [run for run in map(_read_run, files) if run is not None]
+        return sorted(runs, key=lambda run: run.started_at, reverse=True)
 
     def forget(
         self, ids: Iterable[str] | None = None, *, older_than_seconds: float | None = None, everything: bool = False
     ) -> int:
-        """Delete plans with their runs, and return how many: by ids, by age or all, exactly one of the three.
+        """Delete plans of all ranks with their runs, and return how many.
 
-        All that ``ids`` name, as ``find_plan`` takes them, or nothing; by age also those that still have runs.
+        Args:
+            ids: Ids or their beginnings; if one of them names no plan, nothing is deleted.
+            older_than_seconds: Deletes what was stored, or used by a run, before that.
+            everything: Deletes all.
         """
-        if (ids is not None) + (older_than_seconds is not None) + everything != 1:
-            raise InvalidArgument("forget() takes ids, older_than_seconds= or everything=True: one of them")
-        if older_than_seconds is not None and not older_than_seconds >= 0:  # nan is refused too
-            raise InvalidArgument(f"older_than_seconds={older_than_seconds!r} must be at least 0")
-        with transaction(self._connection) as connection:
-            if ids is not None:
-                rows = [self._find_row(wanted)[:1] for wanted in ids]
-                return _delete(connection, [connection.execute(_WHOLE_OF_ROW, row).fetchone() for row in rows])
-            # Nothing says how old a row is that cannot be read, and whoever wants old ones gone wants it gone.
-            connection.execute("DELETE FROM set_aside")
-            if older_than_seconds is None:
-                return _delete(connection, connection.execute(f"SELECT {_WHOLE} FROM plans").fetchall())  # noqa: S608
-            limit = time.time() - older_than_seconds
-            return _delete(connection, connection.execute(_WHOLE_OF_OLD, (limit,)).fetchall())
+        files = self._list_plans()
+        if ids is not None:
+            wholes = {self._find_file(wanted, files).whole for wanted in ids}
+        else:
+            before = time.time_ns() - (older_than_seconds or 0) * 1e9
+            wholes = {file.whole for file in files if everything or file.order < before}
+        self._delete(files, wholes)
+        return len(wholes)
 
+    def _make_folder(self, folder: Path) -> None:
+        self._home.mkdir(mode=0o700, parents=True, exist_ok=True)  # nobody else may look in
+        folder.mkdir(parents=True, exist_ok=True)
 
-_WHOLE = "CASE whole WHEN '' THEN id ELSE whole END"
-"""The id of the first rank's plan."""
+    def _list_plans(self) -> list[_PlanFile]:
+        """Return all plans of all ranks, the last stored first."""
+        folders = [Path(entry.path) for entry in _scan(self._plans) if entry.is_dir()]
+        files = [file for folder in folders for file in _list_folder(folder)]
+        return sorted(files, key=lambda file: file.order, reverse=True)
 
-_WHOLE_OF_ROW = f"SELECT {_WHOLE} FROM plans WHERE rowid = ?"  # noqa: S608 - our own names
-_WHOLE_OF_OLD = f"SELECT {_WHOLE} FROM plans WHERE made_at < ?"  # noqa: S608 - the same
+    def _find_file(self, wanted: str, files: list[_PlanFile]) -> _PlanFile:
+        found = [file for file in files if wanted and file.id.startswith(wanted)]
+        exact = [file for file in found if file.id == wanted]
+        if exact or len(found) == 1:
+            return (exact or found)[0]
+        if found:
+            names = ", ".join(file.id for file in found[:3]) + (", ..." if len(found) > 3 else "")
+            raise InvalidArgument(f"several plans begin with {wanted!r}: {names}; give more of the id")
+        names = ", ".join(file.id for file in files[:3])
+        known = f"the newest are {names}" if names else "no plan is stored yet: run fit()"
+        raise InvalidArgument(f"no plan has the id {wanted!r}; {known}")
 
-
-def _delete(connection: sqlite3.Connection, found: Iterable[tuple[str]]) -> int:
-    """Delete the plans of these first ranks, with those of the others, and return how many; all ranks are one."""
-    wholes = set(found)
-    connection.executemany(f"DELETE FROM plans WHERE {_WHOLE} = ?", wholes)  # noqa: S608 - the same
-    return len(wholes)
-
-
-def _find_whole(plan: Plan) -> str:
-    """The id of the first rank's plan; empty where this is that one, or where there is one rank."""
-    return plan.whole_id if plan.rank else ""
+    def _delete(self, files: Iterable[_PlanFile], wholes: set[str]) -> None:
+        for file in files:
+            if file.whole in wholes:
+                file.path.unlink(missing_ok=True)
+        for whole in wholes:
+            shutil.rmtree(self._runs / whole, ignore_errors=True)
 
 
 def runs_id(plan: Plan) -> str:
-    """The id of the plan whose runs are this one's too: the first rank's."""
-    return plan.whole_id or plan_id(plan)
+    """Return the id under which a plan's runs are stored: that of rank 0's plan."""
+    return _file_name(plan.whole_id) if plan.whole_id else plan_id(plan)
 
 
 def plan_id(plan: Plan) -> str:
-    """The plan's id; one made by hand has none, and gets one that follows from its content."""
-    return plan.id or hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16]
+    """Return the plan's id; one that was made by hand has none, and gets one that follows from its content."""
+    return _file_name(plan.id or plan.model_dump_json())
+
+
+def _file_name(text: str) -> str:
+    """Return a text that may be a file's name; another one is replaced by its hash."""
+    is_name = re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text)
+    return text if is_name else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def _list_folder(folder: Path) -> list[_PlanFile]:
+    """Return the plans of one fingerprint, the newest first."""
+    files = []
+    for entry in _scan(folder):
+        match = _PLAN_FILE.fullmatch(entry.name)
+        with suppress(FileNotFoundError):  # another process has just deleted it
+            if match is not None:
+                whole, rank, name = match.groups()
+                files.append(_PlanFile(Path(entry.path), entry.stat().st_mtime_ns, whole or name, int(rank or 0), name))
+    return sorted(files, key=lambda file: file.order, reverse=True)
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a folder; nothing if it does not exist."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+class _UnreadableError(Exception):
+    """Why a file is not a plan, in one line."""
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        return Plan.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise _UnreadableError(spell_invalid(error)) from None
+    except OSError as error:
+        raise _UnreadableError(error.strerror or type(error).__name__) from None
+
+
+def _read_plans(files: Iterable[_PlanFile]) -> Iterator[Plan]:
+    for file in files:
+        try:
+            yield _read_plan(file.path)
+        except _UnreadableError as error:
+            warn_once("plan", f"{file.path} is not one that this version reads ({error}): such files are left out")
+
+
+def _read_run(path: Path) -> Run | None:
+    """Join the updates in a run's file; a damaged line is left out."""
+    last: RunUpdate | None = None
+    ranges: list[StepRange] = []
+    setbacks: list[Setback] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            last = RunUpdate.model_validate_json(line)
+        except ValidationError as error:
+            warn_once(
+                "run", f"{path} has a line that this version does not read ({spell_invalid(error)}): it is left out"
+            )
+            continue
+        ranges[last.first_range :] = last.ranges
+        setbacks += last.setbacks
+    if last is None:
+        return None
+    fields = last.model_dump(exclude={"first_range", "ranges", "setbacks"})
+    return Run(**fields, ranges=tuple(ranges), setbacks=tuple(setbacks))

@@ -1,7 +1,4 @@
-"""Plans, events and processes for the tests of the ledger.
-
-Covers what several of them share. Imports no torch: processes that write many records start with this.
-"""
+"""Plans, events and processes for the tests of the ledger; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import sys
 from pathlib import Path
 
 from autobatch.events import Retried, SizeChanged, StepFailed, StepFinished
-from autobatch.events.run_history import Run, Setback, StepRange
-from autobatch.ledger.run_summary import RunUpdate
+from autobatch.events.run_history import Run, RunUpdate, StepRange
 from autobatch.plan import Plan
 from autobatch.planning.planner import balance
 from autobatch.records import DeviceInfo
@@ -21,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_plan(name="a1", *, size=8, **changes):
-    """A plan of 32 samples; its date is in the future, so that no retention deletes it."""
+    """A plan of 32 samples."""
     sizes = balance(32, size)
     fields = {
         "target_batch": 32,
@@ -45,7 +41,7 @@ def make_plan(name="a1", *, size=8, **changes):
 
 
 def make_run(name="r1", plan="a1", **changes):
-    """A run of it, as young."""
+    """A run of that plan."""
     return Run(**{"id": name, "plan_id": plan, "pid": 7, "started_at": 3e9, "last_seen_at": 3e9, **changes})
 
 
@@ -61,18 +57,10 @@ def names(plans):
     return [plan.id for plan in plans]
 
 
-def add_plans(store, **made_at):
-    """Plans of these dates, each with a run of a range and a setback."""
-    setback = Setback(step=2, kind="size", old_size=8, new_size=4)
-    for name, date in made_at.items():
-        store.add_plan(make_plan(name, made_at=date))
-        store.add_run(make_run(f"r{name}", name, last_seen_at=date, ranges=make_update(0).ranges, setbacks=(setback,)))
-
-
-def count_rows(store):
-    """How many rows each table has."""
-    tables = ("plans", "runs", "ranges", "setbacks")
-    return [store._connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables]
+def add_run(store, plan, run):
+    """Store a plan, and a run of it in one line."""
+    store.begin_run(plan)
+    store.update_run(RunUpdate(**dict(run)))
 
 
 def failed(reason, step=0):

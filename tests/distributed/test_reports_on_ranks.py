@@ -126,17 +126,17 @@ def test_events_say_of_which_rank_they_are(training):
 
 
 def test_one_run_of_all_ranks_is_recorded(training):
-    """With a row for each, though all of them wrote into the file at once."""
+    """With a row for each, though all of them wrote into the folder at once."""
     seen, folder = training
-    with Store(folder / "ledger.sqlite3") as store:
-        plans = store.plans()
-        assert {plan.id for plan in plans} == {plan.id for one in seen[:1] for plan in (*one[0], *one[1])}
-        [run] = [run for plan in plans for run in store.runs_of(plan.id)]
-        assert run.plan_id == seen[0][0][1].id
-        assert run.steps == STEPS
-        share = TARGET // len(seen)
-        assert [(row.steps, row.samples) for row in run.ranks] == [(STEPS, STEPS * share)] * len(seen)
-        assert [store.find_plan(row.plan_id).rank for row in plans[0].ranks] == [*range(len(seen))]
+    store = Store(folder)
+    plans = store.plans()
+    assert {plan.id for plan in plans} == {plan.id for one in seen[:1] for plan in (*one[0], *one[1])}
+    [run] = [run for plan in plans for run in store.runs_of(plan.id)]
+    assert run.plan_id == seen[0][0][1].id
+    assert run.steps == STEPS
+    share = TARGET // len(seen)
+    assert [(row.steps, row.samples) for row in run.ranks] == [(STEPS, STEPS * share)] * len(seen)
+    assert [store.find_plan(row.plan_id).rank for row in plans[0].ranks] == [*range(len(seen))]
 
 
 def run_short():

@@ -106,9 +106,8 @@ def test_the_second_start_of_a_script_costs_one_trial(home):
     trials = [int(output.split("trials ")[1]) for output in outputs]
     assert trials[0] > 2
     assert trials[1:] == [1, 1]
-    with Store(home / "ledger.sqlite3") as store:
-        plans = store.plans()
-        runs = [store.runs_of(plan.id) for plan in plans]
+    plans = Store(home).plans()
+    runs = [Store(home).runs_of(plan.id) for plan in plans]
     assert [len(plan.trials) for plan in plans] == trials[::-1]
     assert [[(run.steps, run.outcome) for run in of_plan] for of_plan in runs] == [[(3, "finished")]] * 3
 
@@ -226,14 +225,13 @@ def test_a_step_that_fails_ends_its_run_as_failed(home):
     runner = autobatch.Runner(plan, arguments["model"], fails, arguments["optimizer"])
     with pytest.raises(RuntimeError):
         runner.step(arguments["batch"])
-    with Store(home / "ledger.sqlite3") as store:
-        [run] = store.runs_of(plan.id)
+    [run] = Store(home).runs_of(plan.id)
     assert (run.outcome, run.reason) == ("failed", "RuntimeError")
 
 
 def test_a_ledger_that_cannot_be_used_costs_a_line(tmp_path, monkeypatch, caplog):
     """The folder is a file, say: fit and Runner do all they do without one."""
-    monkeypatch.setattr("autobatch.ledger.database._warned", set())
+    monkeypatch.setattr("autobatch.ledger.home._warned", set())
     (tmp_path / "file").touch()
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("AUTOBATCH_LEDGER", "on")
@@ -279,8 +277,7 @@ def test_an_interrupt_ends_a_run_as_interrupted(home):
     runner = autobatch.Runner(plan, arguments["model"], interrupted, arguments["optimizer"])
     with pytest.raises(KeyboardInterrupt):
         runner.step(arguments["batch"])
-    with Store(home / "ledger.sqlite3") as store:
-        [run] = store.runs_of(plan.id)
+    [run] = Store(home).runs_of(plan.id)
     assert (run.outcome, run.reason) == ("interrupted", "KeyboardInterrupt")
 
 
@@ -298,8 +295,8 @@ def test_nothing_of_the_users_errors_is_kept(home):
     arguments["step"] = fails_held_still
     plan = autobatch.fit(**arguments)
     assert plan.verdict is not None
-    for file in home.iterdir():
-        assert b"Alice" not in file.read_bytes()
+    [file] = [path for path in home.rglob("*") if path.is_file()]
+    assert b"Alice" not in file.read_bytes()
 
 
 @pytest.mark.usefixtures("home")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import sqlite3
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,33 +12,40 @@ import torch
 from builders.python_calls import count_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledgers import failed, finished, make_plan, make_run, resized, retried, run_process, start_process
+from ledgers import failed, finished, make_plan, resized, retried, run_process, start_process
+from plans import make_whole_plans
 from torch import nn
 
 import autobatch
+from autobatch.cli.main import main
 from autobatch.events import BatchDiffers, StepFinished
-from autobatch.ledger import database, run_recorder, run_summary
+from autobatch.events.rank_step import RankStep
+from autobatch.events.run_history import RankTotal, Setback
+from autobatch.ledger import home, run_recorder
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.ledger.store import Store
 from autobatch.testing import FakeDevice
 
-OFTEN = 0.0
-SELDOM = 1e9
-
 
 @pytest.fixture(autouse=True)
 def _no_warnings_yet(monkeypatch, caplog):
-    """Begin as a process that has warned of nothing and has no run."""
-    monkeypatch.setattr(database, "_warned", set())
-    monkeypatch.setattr(run_recorder, "_unfinished", set())
+    """Begin as a process that has warned of nothing."""
+    monkeypatch.setattr(home, "_warned", set())
     caplog.set_level(logging.WARNING, "autobatch")
 
 
-def read_runs(home, plan="a1"):
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, which stands still unless a test moves it: one number in a list."""
+    now = [100.0]
+    monkeypatch.setattr(run_recorder.time, "monotonic", lambda: now[0])
+    return now
+
+
+def read_runs(folder, plan="a1"):
     """The runs of a plan, the newest first."""
-    with Store(home / "ledger.sqlite3") as store:
-        return store.runs_of(plan)
+    return Store(folder).runs_of(plan)
 
 
 def take(recorder, *events):
@@ -67,21 +71,22 @@ def histories(draw):
 
 
 @settings(max_examples=60)
-@given(events=histories(), every_s=st.sampled_from([OFTEN, SELDOM]), read_between=st.booleans())
-def test_what_happened_is_what_is_read(events, every_s, read_between):
+@given(events=histories(), pause=st.sampled_from([0.0, 1.0, 100.0]))
+def test_what_happened_is_what_is_read(events, pause):
     """Steps, retries, peak, samples, seconds and setbacks come back in sum, however often they were written."""
-    with tempfile.TemporaryDirectory() as folder:
-        home, steps = Path(folder), [event for event in events if isinstance(event, StepFinished)]
-        recorder = RunRecorder(make_plan(size=16), Ledger(home), every_s=every_s)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        now = [0.0]
+        patch.setattr(run_recorder.time, "monotonic", lambda: now[0])
+        steps = [event for event in events if isinstance(event, StepFinished)]
+        recorder = RunRecorder(make_plan(size=16), Ledger(Path(folder)))
         for event in events:
+            now[0] += pause
             recorder(event)
-            if read_between:
-                read_runs(home)
         del recorder
         if not events:
-            assert list(home.iterdir()) == []
+            assert list(Path(folder).iterdir()) == []
             return
-        (run,) = read_runs(home)
+        (run,) = read_runs(Path(folder))
         assert run.steps == len(steps)
         assert run.retries == sum(step.retries for step in steps)
         assert run.peak_bytes == max((step.peak_bytes for step in steps), default=0)
@@ -93,26 +98,72 @@ def test_what_happened_is_what_is_read(events, every_s, read_between):
         assert run.outcome == "finished"
 
 
-@pytest.mark.parametrize("interrupted", [0, 3, 5])
-def test_an_interrupt_while_steps_are_added_up_counts_none_twice(tmp_path, monkeypatch, interrupted):
-    """Those before it are in, those after it wait, and of the one that it came into at most that one is lost."""
-    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
-    for step in range(7):  # the first is written at once, the others wait
-        recorder(finished(step, (16,)))
-    add_step, calls = run_summary.Tally.add_step, []
+def ranges_of(folder, *events):
+    """First and last step of each range that these make, with its largest micro-batch and its retries."""
+    take(RunRecorder(make_plan(), Ledger(folder)), *events)
+    [run] = read_runs(folder)
+    return [(part.first_step, part.last_step, part.micro_batch_size, part.retries) for part in run.ranges]
 
-    def add(tally, *step):
-        calls.append(step)
-        if len(calls) == interrupted + 1:
-            raise KeyboardInterrupt
-        add_step(tally, *step)
 
-    monkeypatch.setattr(run_summary.Tally, "add_step", add)
-    with pytest.raises(KeyboardInterrupt):
-        recorder(failed("ValueError"))
-    recorder(failed("ValueError"))
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([finished(0), finished(1), finished(2)], [(0, 2, 8, 0)]),
+        ([finished(0, (8, 3)), finished(1, (7, 7)), finished(2, (2,))], [(0, 2, 8, 0)]),
+        (
+            [finished(0), retried(1), finished(1, (4, 4), 1), finished(2, (4,))],
+            [(0, 0, 8, 0), (1, 1, 4, 1), (2, 2, 4, 0)],
+        ),
+        ([finished(0, retries=1), finished(1, retries=2)], [(0, 1, 8, 3)]),
+        ([finished(0), resized(1, 8, 4), finished(1, (4,)), finished(2, (4,))], [(0, 0, 8, 0), (1, 2, 4, 0)]),
+        ([finished(0), finished(5), finished(2)], [(0, 0, 8, 0), (5, 5, 8, 0), (2, 2, 8, 0)]),
+        ([finished(0, ())], [(0, 0, 0, 0)]),
+    ],
+)
+def test_a_range_ends_where_steps_go_otherwise(tmp_path, events, expected):
+    """At another pace, at retries and at a gap; not at batches that are smaller than others."""
+    assert ranges_of(tmp_path, *events) == expected
+
+
+def test_setbacks_say_what_happened(tmp_path):
+    """Sizes, bytes and reason of either kind, without the user's paths."""
+    take(RunRecorder(make_plan(), Ledger(tmp_path)), retried(3, 8, 4, "no memory for /home/bob/a"), resized(9, 4, 8))
+    assert read_runs(tmp_path)[0].setbacks == (
+        Setback(step=3, kind="retry", old_size=8, new_size=4, used_bytes=300, reason="no memory for <path>"),
+        Setback(step=9, kind="size", old_size=4, new_size=8, reason="grown back"),
+    )
+
+
+def test_endless_trouble_is_bounded(tmp_path, monkeypatch):
+    """Beyond the most rows steps add up in the last range, and setbacks are its retries."""
+    monkeypatch.setattr(run_recorder, "_MOST_ROWS", 10)
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path))
+    for step in range(100):
+        take(recorder, retried(step), finished(step, retries=step % 2))
+    del recorder
     [run] = read_runs(tmp_path)
-    assert 6 * 16 <= sum(part.samples for part in run.ranges) <= 7 * 16
+    assert (len(run.ranges), len(run.setbacks), run.steps, run.retries) == (10, 10, 100, 50)
+    assert run.ranges[-1].last_step == 99
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", ""),
+        ("\n  \n", ""),
+        ("CUDA out of memory.\nTried to allocate 2.00 GiB", "CUDA out of memory."),
+        ("\n  first\nsecond", "first"),
+        ("No such file: '/home/bob/my data.csv' here", "No such file: <path> here"),
+        ('cannot open "C:\\Users\\bob\\a.pt"', "cannot open <path>"),
+        ("cannot open /home/bob/a.pt: denied", "cannot open <path> denied"),
+        ("cannot open ~/a.pt, ~bob/b and ../e", "cannot open <path> <path> and <path>"),
+        ("x" * 301, "x" * 300),
+        ("/" * 10**6, "<path>"),
+    ],
+)
+def test_a_reason_is_one_line_without_paths(text, line):
+    """The first line, in which no file of the user's is named."""
+    assert run_recorder._shorten(text) == line
 
 
 def test_a_real_runner_is_recorded(tmp_path):
@@ -126,7 +177,7 @@ def test_a_real_runner_is_recorded(tmp_path):
 
     batch = torch.zeros(8, 2)
     plan = autobatch.fit(model, 8, batch=batch, step=step, device=device, check=None, headroom=0)
-    recorder = RunRecorder(plan, Ledger(tmp_path), every_s=OFTEN)
+    recorder = RunRecorder(plan, Ledger(tmp_path))
     runner = autobatch.Runner(plan, model, step, None, hooks=[recorder], device=device)
     runner.accumulate(batch)
     free[0] = 50
@@ -134,9 +185,8 @@ def test_a_real_runner_is_recorded(tmp_path):
     free[0] = -100
     with pytest.raises(autobatch.DoesNotFit):
         runner.accumulate(batch)
-    with Store(tmp_path / "ledger.sqlite3") as store:
-        (stored,) = store.plans()
-        (run,) = store.runs_of(stored.id)
+    (stored,) = Store(tmp_path).plans()
+    (run,) = read_runs(tmp_path, stored.id)
     assert stored.micro_batch_sizes == plan.micro_batch_sizes
     assert run.steps == 2
     assert run.ranges[-1].micro_batch_size == max(result.micro_batch_sizes) < plan.micro_batch_size
@@ -146,11 +196,12 @@ def test_a_real_runner_is_recorded(tmp_path):
     assert "step 2 ran out of memory" in run.reason
 
 
-def test_a_step_costs_a_few_calls(tmp_path):
-    """They took 3 microseconds; the number of micro-batches does not matter."""
-    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
+def test_a_step_costs_a_few_calls(tmp_path, clock):
+    """They took 2 microseconds; the number of micro-batches does not matter."""
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path))
     events = [finished(step, (8,) * 32) for step in range(101)]
     recorder(events[0])
+    assert clock == [100.0]
     assert count_calls(lambda: take(recorder, *events[1:]), builtins=True) < 30 * 100
 
 
@@ -164,139 +215,90 @@ class Counted(Ledger):
         return super().update_run(*arguments)
 
 
-def test_it_is_written_at_first_after_setbacks_and_seldom_else(tmp_path, monkeypatch):
-    """The first step at once, a setback at once or with others of the same second, else each ten seconds."""
-    clock = [100.0]
-    monkeypatch.setattr(run_recorder.time, "monotonic", lambda: clock[0])
+def test_it_is_written_at_first_with_setbacks_and_seldom_else(tmp_path, clock):
+    """The first step and setbacks at once, else after a second, in long runs after ten."""
     counted = Counted(tmp_path)
     recorder = RunRecorder(make_plan(), counted)
     story = [
         (0.0, finished(0), 1),
-        (5.0, finished(1), 1),
-        (4.9, finished(2), 1),
-        (0.2, finished(3), 2),
-        (5.0, retried(4), 3),
-        (0.1, resized(4), 3),
-        (0.1, finished(4), 3),
-        (1.0, finished(5), 4),
-        (9.0, finished(6), 4),
-        (1.1, finished(7), 5),
-        (0.1, BatchDiffers(step=8, samples=3, planned=32), 5),
+        (0.9, finished(1), 1),
+        (0.2, finished(2), 2),
+        (100.0, finished(3), 3),
+        (1.4, finished(4), 3),
+        (0.2, finished(5), 4),
+        (0.0, retried(6), 5),
+        (0.0, resized(6), 6),
+        (1e5, finished(6), 7),
+        (9.9, finished(7), 7),
+        (0.2, finished(8), 8),
+        (0.0, BatchDiffers(step=8, samples=3, planned=32), 8),
     ]
     for wait, event, updates in story:
         clock[0] += wait
         recorder(event)
         assert counted.updates == updates, event
-    monkeypatch.undo()
 
 
-def test_a_busy_ledger_is_not_waited_for(tmp_path, caplog):
-    """One short wait, none in the steps after it, and when the lock is gone nothing is missing; one log line."""
-    recorder = RunRecorder(make_plan(), Ledger(tmp_path))
-    recorder(finished(0))
-    other = sqlite3.connect(tmp_path / "ledger.sqlite3", isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    began = time.monotonic()
-    recorder._current._tried_at -= 11
-    recorder(finished(1))
-    first = time.monotonic() - began
-    for step in range(2, 300):
-        take(recorder, retried(step), finished(step, retries=1))
-    rest = time.monotonic() - began - first
-    other.close()
-    recorder._current._tried_at -= 11
-    recorder(finished(300))
-    (run,) = read_runs(tmp_path)
-    assert 0.05 < first < 10
-    assert rest < 10  # with a wait in each step it takes half a minute
-    assert (run.steps, run.retries, len(run.setbacks)) == (301, 298, 298)
+def test_a_slow_disk_is_asked_seldom(tmp_path, clock):
+    """Writing may cost a hundredth of the time, whatever happens; errors and the end are written at once."""
+
+    class Slow(Counted):
+        def update_run(self, *arguments):
+            clock[0] += 1.0
+            return super().update_run(*arguments)
+
+    slow = Slow(tmp_path)
+    recorder = RunRecorder(make_plan(), slow)
+    for wait, event, updates in [
+        (0.0, finished(0), 1),
+        (99.0, retried(1), 1),
+        (0.0, finished(1, retries=1), 1),
+        (1.1, finished(2), 2),
+        (0.0, failed("ValueError"), 3),
+    ]:
+        clock[0] += wait
+        recorder(event)
+        assert slow.updates == updates, event
+    assert read_runs(tmp_path)[0].steps == 3
+
+
+def test_many_ranks_are_written_less_often(tmp_path, clock):
+    """Their lines are long."""
+    counted = Counted(tmp_path)
+    recorder = RunRecorder(make_plan(), counted)
+    for wait, updates in [(0.0, 1), (100.0, 1), (2.0, 2)]:
+        clock[0] += wait
+        recorder(finished(0, ()).model_copy(update={"ranks": make_rows(0, 1000)}))
+        assert counted.updates == updates
+
+
+def test_a_ledger_that_comes_late_gets_all(tmp_path, clock, caplog):
+    """What happened while the folder could not be made is written when it can; one log line."""
+    place = tmp_path / "home"
+    place.write_text("")
+    recorder = RunRecorder(make_plan(), Ledger(place))
+    take(recorder, retried(0), finished(0, retries=1), finished(1))
+    place.unlink()
+    clock[0] += 11
+    recorder(finished(2))
+    (run,) = read_runs(place)
+    assert (run.steps, run.retries, len(run.setbacks)) == (3, 1, 1)
     assert len(caplog.records) == 1
 
 
-def test_setbacks_do_not_hurry_to_a_ledger_that_was_busy(tmp_path, monkeypatch):
-    """After a refusal the next try is ten seconds later, whatever happens; after a success setbacks hurry again."""
-    clock = [100.0]
-    monkeypatch.setattr(run_recorder.time, "monotonic", lambda: clock[0])
+def test_a_run_that_was_forgotten_stays_forgotten(tmp_path, clock, caplog):
+    """The training that goes on does not bring half of it back, and asks once."""
     counted = Counted(tmp_path)
     recorder = RunRecorder(make_plan(), counted)
     recorder(finished(0))
-    other = sqlite3.connect(tmp_path / "ledger.sqlite3", isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    for wait, updates in [(1.1, 2), (1.1, 2), (8.8, 2), (0.2, 3)]:
-        clock[0] += wait
-        recorder(retried(1))
-        assert counted.updates == updates
-    other.close()
-    for wait, updates in [(9.9, 3), (0.2, 4), (1.1, 5)]:
-        clock[0] += wait
-        recorder(retried(1))
-        assert counted.updates == updates
-    monkeypatch.undo()
-
-
-def test_a_ledger_that_comes_late_gets_all(tmp_path):
-    """What happened while the folder could not be made is written when it can."""
-    home = tmp_path / "home"
-    home.write_text("")
-    recorder = RunRecorder(make_plan(), Ledger(home), every_s=OFTEN)
-    take(recorder, retried(0), finished(0, retries=1), finished(1))
-    home.unlink()
-    recorder(finished(2))
-    (run,) = read_runs(home)
-    assert (run.steps, run.retries, len(run.setbacks)) == (3, 1, 1)
-
-
-def test_an_end_that_meets_a_lock_is_written_when_the_process_ends(tmp_path):
-    """A runner that was dropped at a bad moment is not lost."""
-    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
-    take(recorder, finished(0), finished(1))
-    other = sqlite3.connect(tmp_path / "ledger.sqlite3", isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    del recorder
-    gc.collect()
-    other.close()
-    assert [(run.outcome, run.steps) for run in read_runs(tmp_path)] == [("running", 1)]
-    run_recorder._finish_all()
-    assert [(run.outcome, run.steps) for run in read_runs(tmp_path)] == [("finished", 2)]
-    assert run_recorder._unfinished == set()
-
-
-def test_a_run_that_was_forgotten_stays_forgotten(tmp_path, caplog):
-    """The training that goes on does not bring half of it back, and asks once."""
-    counted = Counted(tmp_path)
-    recorder = RunRecorder(make_plan(), counted, every_s=OFTEN)
-    recorder(finished(0))
-    with Store(tmp_path / "ledger.sqlite3") as store:
-        store.forget(everything=True)
-    take(recorder, finished(1), finished(2))
+    Store(tmp_path).forget(everything=True)
+    clock[0] += 11
+    take(recorder, finished(1), retried(2))
     recorder(failed("late"))
     assert counted.updates == 2
     del recorder
-    run_recorder._finish_all()
-    with Store(tmp_path / "ledger.sqlite3") as store:
-        assert store.plans() == []
-    assert read_runs(tmp_path) == []
+    assert Store(tmp_path).plans() == read_runs(tmp_path) == []
     assert caplog.records == []
-    assert run_recorder._unfinished == set()
-
-
-@pytest.mark.parametrize("finds_it", ["this run", "another process"])
-def test_a_run_goes_on_in_another_file_when_its_own_is_damaged(tmp_path, finds_it):
-    """What was stored before is in the damaged file; nobody had the run forgotten."""
-    recorder = RunRecorder(make_plan("a"), Ledger(tmp_path), every_s=OFTEN)
-    take(recorder, finished(0), finished(1))
-    (tmp_path / "ledger.sqlite3").write_bytes(b"no database" * 2000)
-    for journal in ("ledger.sqlite3-wal", "ledger.sqlite3-shm"):
-        (tmp_path / journal).unlink(missing_ok=True)
-    if finds_it == "another process":
-        Ledger(tmp_path).remember(make_plan("b"))
-    take(recorder, finished(2), finished(3))
-    del recorder
-    with Store(tmp_path / "ledger-2.sqlite3") as store:
-        assert "a" in {plan.id for plan in store.plans()}
-        (run,) = store.runs_of("a")
-    assert (run.outcome, run.ranges[-1].last_step) == ("finished", 3)
-    assert run_recorder._unfinished == set()
 
 
 def take_after_failure(recorder):
@@ -316,7 +318,7 @@ def take_after_failure(recorder):
 )
 def test_the_end_says_how_it_went(tmp_path, after, outcome, reason):
     """Finished when the runner is gone; failed with the error's first line, unless another step followed it."""
-    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path))
     recorder(finished(0))
     after(recorder)
     del recorder
@@ -326,7 +328,7 @@ def test_the_end_says_how_it_went(tmp_path, after, outcome, reason):
 
 def test_a_failure_is_written_at_once(tmp_path):
     """Even where it is all that ever happened: the process may not live much longer."""
-    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path))
     recorder(failed("no memory"))
     (run,) = read_runs(tmp_path)
     assert (run.outcome, run.reason, run.steps) == ("failed", "no memory", 0)
@@ -336,28 +338,26 @@ def test_a_plan_without_an_id_is_stored_too(tmp_path):
     """Under an id that follows from its content, so that its runs are together."""
     for _ in range(2):
         take(RunRecorder(make_plan(""), Ledger(tmp_path)), finished(0))
-    with Store(tmp_path / "ledger.sqlite3") as store:
-        (plan,) = store.plans()
-        assert len(store.runs_of(plan.id)) == 2
+    (plan,) = Store(tmp_path).plans()
+    assert len(read_runs(tmp_path, plan.id)) == 2
 
 
 def test_a_ledger_that_is_off_costs_nothing(tmp_path, monkeypatch):
-    """No file, no run, and no step is even counted."""
+    """No file and no run."""
     monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
-    recorder = RunRecorder(make_plan(), Ledger.open(), every_s=OFTEN)
+    recorder = RunRecorder(make_plan(), Ledger.open())
     take(recorder, retried(0), finished(0))
     recorder(failed("no memory"))
     assert list(tmp_path.iterdir()) == []
-    assert recorder._current._tally.unwritten(make_run(), 0.0, "running", "").ranges == ()
 
 
 def test_another_thread_may_train(tmp_path):
     """Made in one thread, used in others, one after another."""
-    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=OFTEN)
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path))
     recorder(finished(0))
-    for step in (1, 2):
-        thread = threading.Thread(target=recorder, args=(finished(step),))
+    for event in (finished(1), finished(2), failed("late")):
+        thread = threading.Thread(target=recorder, args=(event,))
         thread.start()
         thread.join()
     assert read_runs(tmp_path)[0].steps == 3
@@ -369,7 +369,7 @@ from pathlib import Path
 from ledgers import failed, finished, make_plan, retried
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.ledger.ledger import Ledger
-recorder = RunRecorder(make_plan(), Ledger(Path(sys.argv[1])), every_s=float(sys.argv[2]))
+recorder = RunRecorder(make_plan(), Ledger(Path(sys.argv[1])))
 for step in range(5):
     recorder(finished(step))
 """
@@ -389,7 +389,7 @@ for step in range(5):
 )
 def test_the_end_of_a_process_is_the_end_of_its_run(tmp_path, end, outcome, steps):
     """The rest is written at exit; after a kill what was written last is there, and the run seems to go on."""
-    start_process(BEGIN + end, tmp_path, 10).communicate(timeout=200)
+    start_process(BEGIN + end, tmp_path).communicate(timeout=200)
     (run,) = read_runs(tmp_path)
     assert (run.outcome, run.steps) == (outcome, steps)
 
@@ -408,32 +408,48 @@ if child == 0:
     recorder(failed("in the child"))
     {way}
 assert os.waitpid(child, 0)[1] == 0
-with Store(Path(sys.argv[1]) / "ledger.sqlite3") as store:
-    (run,) = store.runs_of("a1")
-    assert (run.outcome, run.steps) == ("running", 5), run
+(run,) = Store(Path(sys.argv[1])).runs_of("a1")
+assert (run.outcome, run.steps) == ("running", 1), run
 for step in range(5, 9):
     recorder(finished(step))
 """
-    _, errors = run_process(program, tmp_path, 0)
+    _, errors = run_process(program, tmp_path)
     assert errors == ""
     (run,) = read_runs(tmp_path)
     assert (run.outcome, run.steps, run.setbacks) == ("finished", 9, ())
     assert len(run.ranges) == 1
 
 
-@pytest.mark.usefixtures("interrupts")
-def test_an_interrupt_while_the_end_of_a_run_is_written_is_not_lost(tmp_path, monkeypatch):
-    """A runner that nobody holds any more is found by a weak reference, whose callback's errors Python only prints."""
-    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
-    take(recorder, finished(0), finished(1))
+def make_rows(step, ranks=2):
+    """What each rank says of a step."""
+    return tuple(
+        RankStep(rank=rank, samples=rank, micro_batch_size=step + rank, retries=rank, peak_bytes=step, seconds=0.25)
+        for rank in range(ranks)
+    )
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Ledger, "update_run", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        del recorder
-        for _ in range(600):  # one long wait would not be woken
-            time.sleep(0.1)
-    monkeypatch.undo()
-    run_recorder._finish_all()
+def test_a_run_is_recorded_with_a_row_for_each_rank(tmp_path, monkeypatch, capsys):
+    """In the file, in the list and in the answer of ``show``."""
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    monkeypatch.setenv("AUTOBATCH_LEDGER", "on")
+    plans = make_whole_plans((8,) * 2, (0.5,) * 2, fingerprint="f1", made_at=3e9)
+    for plan in plans:
+        assert Ledger(tmp_path).remember(plan)
+    recorder = RunRecorder(plans[0], Ledger(tmp_path))
+    for step in range(3):
+        recorder(finished(step, (8,)).model_copy(update={"ranks": make_rows(step)}))
+    del recorder
+    [run] = read_runs(tmp_path, "a0")
+    assert run.ranks == tuple(
+        RankTotal(steps=3, samples=rank * 3, micro_batch_size=2 + rank, retries=rank * 3, peak_bytes=2, seconds=0.75)
+        for rank in range(2)
+    )
+    assert main(["plans"]) == 0
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a")]
+    assert row.startswith("a0 ")
+    assert "16 on 2 ranks" in row
+    assert row.endswith("1: 3 steps, 3 retries")
+    assert main(["show", "a1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "     0        0            2        0  2 bytes    250.0" in lines
+    assert "     1        3            3        3  2 bytes    250.0" in lines

@@ -1,15 +1,13 @@
-"""Where the ledger's file is, whether it is enabled, and one warning for each cause."""
+"""Where the ledger is, whether it is enabled, and one warning for each cause."""
 
 from __future__ import annotations
 
 import os
-import sqlite3
-from pathlib import Path
 
 import pytest
 
-from autobatch.ledger import database
-from autobatch.ledger.database import cause_of, find_home, find_ledger, is_enabled, next_file, warn_once
+from autobatch.ledger import home as home_module
+from autobatch.ledger.home import find_home, is_enabled, warn_once
 
 
 @pytest.mark.parametrize("word", ["off", "OFF", "Off ", "0", "false", "False", "no", "NO"])
@@ -71,43 +69,9 @@ def test_where_no_home_is_known_that_is_said(monkeypatch, tmp_path):
         find_home()
 
 
-def test_the_last_file_in_the_row_is_the_ledger(tmp_path):
-    """A damaged one stays, and what took over from it is used."""
-    assert find_ledger(tmp_path) == tmp_path / "ledger.sqlite3"
-    for name in ("ledger.sqlite3", "ledger-2.sqlite3", "ledger-3.sqlite3"):
-        (tmp_path / name).touch()
-        assert find_ledger(tmp_path) == tmp_path / name
-
-
-def test_the_row_has_an_end():
-    """Each file has one successor, the ninth has none."""
-    path = Path("ledger.sqlite3")
-    names = []
-    while path is not None:
-        names.append(path.name)
-        path = next_file(path)
-    assert names == ["ledger.sqlite3", *(f"ledger-{number}.sqlite3" for number in range(2, 10))]
-
-
 def test_a_warning_is_logged_once_a_process_and_cause(caplog, monkeypatch):
     """The same cause with other words is silent, another cause is not."""
-    monkeypatch.setattr(database, "_warned", set())
+    monkeypatch.setattr(home_module, "_warned", set())
     for cause, message in [("a", "first"), ("a", "second"), ("b", "third")]:
         warn_once(cause, message)
     assert [record.getMessage() for record in caplog.records] == ["first", "third"]
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "alike"),
-    [
-        (sqlite3.OperationalError("database is locked"), sqlite3.OperationalError("database is locked"), True),
-        (sqlite3.OperationalError("database is locked"), sqlite3.OperationalError("disk I/O error"), False),
-        (FileNotFoundError(2, "no", "a"), FileNotFoundError(2, "no", "b"), True),
-        (PermissionError(13, "no", "a"), PermissionError(1, "no", "a"), False),
-        (ValueError("x"), ValueError("y"), True),
-        (ValueError("x"), TypeError("x"), False),
-    ],
-)
-def test_causes_differ_by_what_went_wrong(one, other, alike):
-    """Not by file or step: a thousand failed writes are one cause."""
-    assert (cause_of(one) == cause_of(other)) is alike
