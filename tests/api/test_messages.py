@@ -94,14 +94,14 @@ def divide_anew():
 def part_beside_a_mean(model, batch):
     """The mean's total is not known before."""
     loss = mean_step(model, batch)
-    return {"mean": autobatch.Mean(loss, over=len(batch[0])), "part": autobatch.Part(loss / 4)}
+    return {"mean": autobatch.Mean(loss, count=len(batch[0])), "part": autobatch.Part(loss / 4)}
 
 
 def two_counts(model, batch):
     """Two terms whose totals cannot be distinguished in one gradient."""
     loss = mean_step(model, batch)
     count = len(batch[0])
-    return {"left": autobatch.Mean(loss, over=count), "right": autobatch.Mean(loss, over=2 * count)}
+    return {"left": autobatch.Mean(loss, count=count), "right": autobatch.Mean(loss, count=2 * count)}
 
 
 def count_by_turns():
@@ -110,7 +110,7 @@ def count_by_turns():
 
     def step(model, batch):
         loss = mean_step(model, batch)
-        return loss if next(calls) % 2 else autobatch.Mean(loss, over=3)
+        return loss if next(calls) % 2 else autobatch.Mean(loss, count=3)
 
     return step
 
@@ -285,13 +285,13 @@ TABLE = [
     (lambda: fit(batch=make_batch(1), max_micro_batch=8, check="raise"), "InexactSplit", ["check='warn'"]),
     (lambda: fit(step=lambda m, b: {}), "InvalidArgument", ["step()"]),
     (lambda: fit(step=lambda m, b: autobatch.Sum(m(b[0]).sum(), "many")), "InvalidArgument", ["count="]),
-    (lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), over=True)), "InvalidArgument", ["over="]),
+    (lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), count=True)), "InvalidArgument", ["count="]),
     (
         lambda: fit(step=lambda m, b: autobatch.Sum(m(b[0]).sum(), (b[0] > 0).any())),
         "InvalidArgument",
         ["count=", "torch.bool"],
     ),
-    (lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), over=-1)), "InvalidArgument", ["over=", "1.0"]),
+    (lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), count=-1)), "InvalidArgument", ["count=", "1.0"]),
     (
         lambda: fit(step=lambda m, b: {"loss": m(b[0]).mean(), "logits": m(b[0]).detach().mean()}),
         "InvalidArgument",
@@ -327,7 +327,7 @@ TABLE = [
     ),
     (lambda: make_runner(step=count_by_turns()).step(make_batch(16)), "InvalidArgument", ["step()"]),
     (
-        lambda: make_runner(step=lambda m, b: autobatch.Mean(mean_step(m, b), over=7), weigh=lambda b: len(b[0])).step(
+        lambda: make_runner(step=lambda m, b: autobatch.Mean(mean_step(m, b), count=7), weigh=lambda b: len(b[0])).step(
             make_batch(16)
         ),
         "InvalidArgument",
