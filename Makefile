@@ -27,7 +27,7 @@ INTEGRATIONS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-integrations)
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench accuracy docs test quick test-engines test-integrations test-gpu test-cuda test-oldest test-pythons proof mutants lint check clean
+.PHONY: help install demo bench accuracy docs test quick test-engines test-integrations test-gpu test-cuda test-oldest test-pythons proof bugs lint check clean
 
 help: ## say what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -135,12 +135,12 @@ test-pythons: $(PYTHONS:%=.venv-%/.installed) ## the same tests with the tested 
 	for python in $(PYTHONS); do .venv-$$python/bin/python -m pytest $(MOST_TESTS) $(if $(SEED),--randomly-seed=$(SEED)) || exit; done
 
 # With fresh examples unless SEED is given: the end of the output says which seed repeats them.
-proof: $(INSTALLED) ## let memory end at every operation of a step, on several ranks too, train for long, draw new examples; SEED=1234 repeats them
+proof: $(INSTALLED) bugs ## plant bugs, let memory end at every operation of a step, on several ranks too, train for long, draw new examples; SEED=1234 repeats them
 	"$(PYTHON_ENV)" -m pytest -q --numprocesses 3 --dist loadfile --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED)) $$(grep -rlw 'from hypothesis' tests --include='test_*.py')
 	STRIDE=1 "$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py tests/distributed/test_faults_on_ranks.py tests/distributed/test_long_run_on_ranks.py tests/distributed/test_sharded_runner.py $(if $(SEED),--randomly-seed=$(SEED))
 
-mutants: $(INSTALLED) ## plant bugs one by one; each must turn a fast test red
-	"$(PYTHON_ENV)" tests/mutants.py
+bugs: $(INSTALLED) $(INTEGRATIONS_INSTALLED) ## plant each bug of tests/planted_bugs by itself; its tests must find it, five minutes
+	PYTHONPATH=.:tests "$(PYTHON_ENV)" -m planted_bugs
 
 lint: $(INSTALLED) ## ruff, mypy --strict, and the layers of the imports
 	"$(PYTHON_ENV)" -m ruff check
