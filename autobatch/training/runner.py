@@ -44,6 +44,7 @@ from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
+from autobatch.memory.free_memory import FreeMemory
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
@@ -54,7 +55,6 @@ from autobatch.step.gradient_hooks import refuse_sample_gradients
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.binding import describe_binding, make_accumulation, make_pace, refuse_unlike_bindings
-from autobatch.training.free_memory import FreeMemory
 from autobatch.training.given_backward import Backward
 from autobatch.training.given_batches import GivenBatches, read_division, several
 from autobatch.training.loader_steps import (
