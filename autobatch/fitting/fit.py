@@ -29,8 +29,8 @@ from autobatch.memory.device import Device, collecting_new_objects
 from autobatch.memory.devices import Allowance, find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.plan import Plan
+from autobatch.planning.plan_record import RankPlan
 from autobatch.planning.planner import Objective
-from autobatch.planning.rank_plan import RankPlan
 from autobatch.planning.reuse import Wanted
 from autobatch.planning.shares import Share
 from autobatch.records import Verdict

@@ -21,9 +21,8 @@ from autobatch.memory.device import Device
 from autobatch.memory.devices import Allowance
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
-from autobatch.planning.plan_record import PlanRecord
+from autobatch.planning.plan_record import PlanRecord, RankPlan
 from autobatch.planning.planner import balance
-from autobatch.planning.rank_plan import RankPlan
 from autobatch.planning.reuse import Wanted
 from autobatch.records import Padding, Saving, SizeAtLength, Trial, Verdict
 from autobatch.step.model_info import identify_model

@@ -26,7 +26,7 @@ from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.planning.forecast import FIRST_SIZE
+from autobatch.planning.evidence import FIRST_SIZE
 from autobatch.records import MemoryUsage, Phase, Saving, Trial
 from autobatch.step.model_info import is_compiled
 from autobatch.step.savings import find_savings, watch_savings
