@@ -14,7 +14,7 @@ from autobatch.distributed.ranks import Ranks, describe_parameters, refuse_diffe
 from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
-from autobatch.planning.rank_plan import RankPlan
+from autobatch.planning.plan_record import RankPlan
 from autobatch.planning.shares import Share, share_target
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.workload import Workload

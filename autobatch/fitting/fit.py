@@ -29,8 +29,8 @@ from autobatch.memory.device import Device, collecting_new_objects
 from autobatch.memory.devices import Allowance, find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.plan import Plan
+from autobatch.planning.plan_record import RankPlan
 from autobatch.planning.planner import Objective
-from autobatch.planning.rank_plan import RankPlan
 from autobatch.planning.reuse import Wanted
 from autobatch.planning.shares import Share
 from autobatch.records import Verdict
@@ -154,7 +154,7 @@ def fit(
     with several_blocks(ranks, "fit()"), one_at_a_time():
         memory = _open_memory(workload, device, division, ranks)
         with collecting_new_objects():
-            with _record(workload, memory) as state:  # puts everything back, whatever happens
+            with _record(workload, memory) as state:  # restores everything, whatever happens
                 with all_or_none(ranks, "fit(), the search") as rates:
                     # Only now: the copies of the state are in host memory, which a CPU budget has to leave to them.
                     allowance = _find_allowance(memory, division, budget, headroom)
@@ -165,16 +165,9 @@ def fit(
                         accumulate_in_float32=accumulate_in_float32,
                         limit_bytes=allowance.limit_bytes,
                     )
+                    lengths, hooks = _read_cut(cut, division), progress_hooks(progress=progress)
                     request = Request(
-                        workload=workload,
-                        memory=memory,
-                        allowance=allowance,
-                        state=state,
-                        division=division,
-                        wanted=wanted,
-                        batch=source_of(batch),
-                        lengths=_read_cut(cut, division),
-                        hooks=progress_hooks(progress=progress),
+                        *(workload, memory, allowance, state, division, wanted, source_of(batch), lengths, hooks),
                         ledger=remembered,
                         budget_passed=budget is not None,
                     )
@@ -215,6 +208,13 @@ def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ran
     return memory
 
 
+def _record(workload: Workload, memory: Device) -> TrainingState:
+    host_bytes, outside = read_host_memory().available_bytes // 2, workload.outside()
+    return TrainingState(
+        workload.model, workload.optimizer, memory.torch_device, host_bytes=host_bytes, outside=outside
+    )
+
+
 def _find_allowance(memory: Device, division: Division, budget: Any, headroom: Any) -> Allowance:
     """Find what this process may hold; if all ranks try the same sizes, the least that any of them may hold."""
     own = find_allowance(memory, division.budget(memory, budget), headroom)
@@ -222,13 +222,6 @@ def _find_allowance(memory: Device, division: Division, budget: Any, headroom: A
         return own
     limit_bytes = division.trials.smallest(own.limit_bytes)
     return own.model_copy(update={"headroom_bytes": own.budget_bytes - limit_bytes})
-
-
-def _record(workload: Workload, memory: Device) -> TrainingState:
-    host_bytes = read_host_memory().available_bytes // 2
-    return TrainingState(
-        workload.model, workload.optimizer, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()
-    )
 
 
 def _check(request: Request, found: Found, check: str | None, batch: Any) -> Checked:

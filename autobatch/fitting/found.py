@@ -21,9 +21,8 @@ from autobatch.memory.device import Device
 from autobatch.memory.devices import Allowance
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
-from autobatch.planning.plan_record import PlanRecord
+from autobatch.planning.plan_record import PlanRecord, RankPlan
 from autobatch.planning.planner import balance
-from autobatch.planning.rank_plan import RankPlan
 from autobatch.planning.reuse import Wanted
 from autobatch.records import Padding, Saving, SizeAtLength, Trial, Verdict
 from autobatch.step.model_info import identify_model
@@ -42,7 +41,7 @@ class Request:
         workload: Model, step and optimizer.
         memory: Device of the trials.
         allowance: Budget and headroom there.
-        state: Copy of the training state, to which each trial returns.
+        state: State before the first trial, to which each trial returns.
         division: Division of the target among ranks, and their exchange in trials.
         wanted: Samples of this rank, and the conditions that a remembered plan has to meet.
         batch: Argument ``batch=`` of the user.
@@ -95,7 +94,7 @@ class ExampleBatch:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search.
+    """Result of a search. Fields that a plan has too mean the same there.
 
     Attributes:
         samples: Samples of a step on this rank.
@@ -106,12 +105,7 @@ class Found:
         shorter_trials: Trials of shorter samples.
         confirmed: Earlier plan that one trial has confirmed; ``None`` after a search.
         batch: Samples of the trials.
-        fingerprint: Text that identifies the conditions of the measurements.
-        state_bytes: Bytes of the optimizer's state.
-        trained: Number of values that the optimizer moved.
         aux_bytes: Most bytes that a step returned beside the loss of a micro-batch.
-        savings: Ways in which the step already saves memory.
-        warnings: Sentences for the plan.
     """
 
     samples: int

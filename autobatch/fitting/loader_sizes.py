@@ -48,33 +48,25 @@ def warn_of_loader(given: Any, target: int, share: int, world_size: int) -> Iter
             f"the loader has batch_size={size}, and {planned}: train with runner.run(loader), which joins and cuts its "
             f"batches, or give the loader batch_size={share}"
         )
-    samples = _count_samples(source)
-    needed = target if _is_whole(source, world_size) else share
+    # A sampler of the user's may be one rank's.
+    is_whole = world_size == 1 or isinstance(getattr(source, "batch_sampler", None), ShareSampler)
+    samples, needed = _count_samples(source), target if is_whole else share
     if samples is not None and samples < needed:
+        step = "a step" if needed == target else "a step on this rank"
         yield (
-            f"the data has {plural(samples, 'sample')}, fewer than the {needed} of "
-            f"{'a step' if needed == target else 'a step on this rank'}: no step can have target_batch={target}; take "
-            f"a smaller target_batch, or more data"
+            f"the data has {plural(samples, 'sample')}, fewer than the {needed} of {step}: no step can have "
+            f"target_batch={target}; take a smaller target_batch, or more data"
         )
-
-
-def _is_whole(source: Any, world_size: int) -> bool:
-    """Whether the samples that are counted are known to be those of all ranks."""
-    return world_size == 1 or isinstance(getattr(source, "batch_sampler", None), ShareSampler)
 
 
 def _count_samples(source: Any) -> int | None:
     """Count the samples of one pass; return ``None`` for a stream or a batch sampler of the user's."""
-    counted = source
     if isinstance(source, DataLoader):
         sampler = source.batch_sampler
-        if type(sampler) is BatchSampler:
-            counted = sampler.sampler
-        elif isinstance(sampler, ShareSampler):
-            counted = source.dataset
-        else:
+        if type(sampler) is not BatchSampler and not isinstance(sampler, ShareSampler):
             return None
+        source = sampler.sampler if type(sampler) is BatchSampler else source.dataset
     try:
-        return len(counted)
+        return len(source)
     except Exception:  # noqa: BLE001 - of the user's __len__, which nothing else here needs
         return None

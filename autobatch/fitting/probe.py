@@ -1,8 +1,10 @@
 """Runs and measures one micro-batch size under the conditions of training.
 
-A trial accumulates two micro-batches with the code that trains, with gradients and optimizer state resident, and then
-runs the optimizer's own step on the user's tensors. A copy in host memory (or in a file) undoes it. A shadow of the
-parameters on the device would move the limit that is measured, and a fake trace does not know custom optimizers.
+1. The first step of two samples makes the optimizer's state and loads kernels. Its writes are recorded.
+2. A trial accumulates two micro-batches with the code that trains, gradients and optimizer state resident, and then
+   runs the optimizer's own step on the user's tensors.
+3. After each of them the state is rewound, from copies in host memory. Copies on the device would move the limit that
+   is measured, and a fake trace does not know custom optimizers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.planning.forecast import FIRST_SIZE
+from autobatch.planning.evidence import FIRST_SIZE
 from autobatch.records import MemoryUsage, Phase, Saving, Trial
 from autobatch.step.model_info import is_compiled
 from autobatch.step.savings import find_savings, watch_savings
@@ -36,22 +38,22 @@ from autobatch.undo.optimizer_state import count_state, is_making_state, make_st
 from autobatch.undo.training_state import TrainingState
 from autobatch.undo.written_memory import WrittenMemory
 
-_SLOWED_BY_SPILLS = 4  # a PCIe link has less than a tenth of a card's bandwidth; no larger size is so slow by itself
+_SLOWED_BY_SPILLS = 4  # a PCIe link has less than a tenth of a card's bandwidth; no larger size is so slow otherwise
 _SLOW_SECONDS = 0.25  # of a shorter trial the time says little
 _LITTLE = 0.001  # of a step's memory may outlive it, such as a loss in an attribute, without another trial
 
 
 @dataclass
 class Readings:
-    """Memory and time of one trial so far."""
+    """Memory and time of one trial so far. Fields that a ``Trial`` has too mean the same there."""
 
-    resident: int = 0  # bytes, as in Trial
-    held: int = 0  # bytes, as in Trial
+    resident: int = 0
+    held: int = 0
     after_forward: int = 0  # bytes in tensors after the forward pass of the first step
     backward: MemoryUsage = field(default_factory=MemoryUsage)
     optimizer: MemoryUsage = field(default_factory=MemoryUsage)
     retries_before: int = 0  # how often the allocator had freed its cache before the trial
-    seconds: float = 0.0  # as in Trial
+    seconds: float = 0.0
     phase: Phase = "forward"
 
     @contextmanager
@@ -70,6 +72,10 @@ class Readings:
         """Make the trial's record; ``has_ended`` is true if it ran out of memory."""
         has_spilled = bool(self.backward.spilled or self.optimizer.spilled)
         retries = max(device.usage().alloc_retries - self.retries_before, 0)  # the step may reset the statistics
+        # The backward pass cannot hold all gradients, whatever the size is.
+        gradients = sum(bytes_of(parameter) for parameter in parameters if parameter.requires_grad)
+        is_hopeless = self.phase == "backward" and self.resident < limit_bytes < self.resident + gradients
+        phase: Phase = "gradients" if is_hopeless else self.phase
         return Trial(
             micro_batch_size=size,
             outcome="oom" if has_ended else "thrash" if retries > 0 or has_spilled else "fits",
@@ -82,15 +88,8 @@ class Readings:
             backward_reserved=self.backward.peak_reserved,
             resident_bytes=self.resident,
             held_bytes=self.held,
-            ended_in=self._judge_phase(limit_bytes, parameters) if has_ended else None,
+            ended_in=phase if has_ended else None,
         )
-
-    def _judge_phase(self, limit_bytes: int, parameters: Sequence[torch.Tensor]) -> Phase:
-        """Return the phase that ran out of memory; ``gradients`` if the backward pass cannot hold all gradients."""
-        gradients = sum(bytes_of(parameter) for parameter in parameters if parameter.requires_grad)
-        is_hopeless = 0 < limit_bytes < self.resident + gradients
-        is_hopeless = is_hopeless and self.resident < limit_bytes
-        return "gradients" if self.phase == "backward" and is_hopeless else self.phase
 
 
 @dataclass
@@ -98,18 +97,19 @@ class Probe:
     """Runs trials of one workload on one device, and undoes each."""
 
     workload: Workload
-    example: Layout  # every size is made of it, by repeating its samples
+    example: Layout  # every size repeats its samples
     device: Device
     limit_bytes: int
     state: TrainingState
     in_float32: bool = True  # as in Accumulation
     target: int = 0  # samples in a step, of which a trial runs two micro-batches; 0: no more than those
-    shared: SharedTrials = field(default_factory=lambda: SharedTrials(None))  # what other ranks have to do with it
+    shared: SharedTrials = field(default_factory=lambda: SharedTrials(None))  # trials of the other ranks
     errors: dict[int, str] = field(default_factory=dict)  # for each size that ran out of memory, the first line
     state_bytes: int = 0  # the most that the optimizer's state has taken
     trained: int = 0  # numbers that the optimizer has moved, also those of lazy modules
     aux_bytes: int = 0  # the most that a step has returned beside the loss of one micro-batch
-    savings: set[Saving] = field(default_factory=set)  # what the step does already to save memory
+    savings: set[Saving] = field(default_factory=set)  # ways in which the step already saves memory
+    _written: WrittenMemory = field(default_factory=WrittenMemory)
     _now: Readings = field(default_factory=Readings)
     _best_rate: float = 0.0  # samples a second, of the trials that fit
     _is_warm: bool = False
@@ -117,12 +117,11 @@ class Probe:
     _holds_activations: bool = False
 
     def __post_init__(self) -> None:
-        """Rewind the state, so that the first attempt begins like the later ones."""
-        # What is compiled is not recorded, since that would run it eagerly.
+        """Drop gradients, so that the first attempt begins like the later ones."""
+        # Writes of compiled code are not recorded in trials, since it would run eagerly.
         self._is_compiled = is_compiled(self.workload.model, self.workload.step)
         self.savings = find_savings(self.workload.model)
-        self._written = WrittenMemory()
-        self.state.rewind()
+        self.state.drop_gradients()
 
     def run(self, size: int) -> Trial:
         """Try one size. Running out of memory is an outcome with its measurements; other errors are raised."""
@@ -142,17 +141,6 @@ class Probe:
         parameters = self.workload.parameters()
         trial = self._now.summarise(size, self.device, self.limit_bytes, parameters, has_ended=reason is not None)
         return self.shared.agree(self._judge_speed(trial))
-
-    def _judge_speed(self, trial: Trial) -> Trial:
-        """Change the outcome of a very slow trial to ``thrash`` on a card that may move memory to the host.
-
-        Under WSL the memory of the Windows host cannot be read, so only the time shows it.
-        """
-        if not getattr(self.device, "may_spill", False) or trial.outcome != "fits":
-            return trial
-        rate, self._best_rate = trial.samples_per_second, max(self._best_rate, trial.samples_per_second)
-        is_slow = trial.seconds > _SLOW_SECONDS and 0 < rate < self._best_rate / _SLOWED_BY_SPILLS
-        return trial.model_copy(update={"outcome": "thrash"}) if is_slow else trial
 
     def find_smallest(self) -> int:
         """Return the fewest samples whose forward pass runs: 1, or 2 if one alone raises an error (trials run two)."""
@@ -176,6 +164,33 @@ class Probe:
         if self._is_warm or self._run_first_step(FIRST_SIZE) is not None:
             return None
         return self._now.after_forward - self._now.resident
+
+    def _attempt(self, action: Callable[[int], object], size: int, *, records: bool = False) -> str | None:
+        """Run one part of a trial from the user's own state; return the reason of an OOM.
+
+        ``records`` copies tensors outside the model before the step writes into them. Recording takes time, so
+        measured steps do not record.
+        """
+        if not self.workload.model.training:  # restored so; in a model in train mode single layers may be in eval mode
+            self.workload.model.train()
+        reason, handled = None, sys.exc_info()[1]
+        try:
+            with (
+                self.shared.block(),
+                self.device.limit(self.limit_bytes),
+                self.state.record(self.shared.gathered_tensors()) if records else nullcontext(),
+            ):
+                action(size)
+        except DoesNotFit as ended:
+            reason = str(ended)
+        except Exception as error:
+            if not is_oom(error, handled=handled):
+                raise
+            reason = describe_error(error, handled=handled)
+        # After the ``except`` block, whose error holds the attempt's tensors; outside the limit, as copies count.
+        self.state.rewind()
+        self.device.reclaim()
+        return reason
 
     def _run_first_step(self, size: int) -> str | None:
         """Run the step before the first trial, and record its writes; return the reason of an OOM."""
@@ -201,35 +216,7 @@ class Probe:
         others = sum(bytes_of(tensor) for tensor in (*self.workload.parameters(), *self.workload.model.buffers()))
         return min(self.workload.state_bytes(), max(usage.allocated - others, 0))
 
-    def _attempt(self, action: Callable[[int], object], size: int, *, records: bool = False) -> str | None:
-        """Run one part of a trial from the user's own state; return the reason of an OOM.
-
-        ``records`` copies tensors outside the model before the step writes into them. That takes time, so measured
-        steps do not record.
-        """
-        if not self.workload.model.training:  # restored so; in a model in train mode single layers may be in eval mode
-            self.workload.model.train()
-        reason, handled = None, sys.exc_info()[1]
-        try:
-            with (
-                self.shared.block(),
-                self.device.limit(self.limit_bytes),
-                self.state.record(self.shared.gathered_tensors()) if records else nullcontext(),
-            ):
-                action(size)
-        except DoesNotFit as ended:
-            reason = str(ended)
-        except Exception as error:
-            if not is_oom(error, handled=handled):
-                raise
-            reason = describe_error(error, handled=handled)
-        # After the ``except`` block, whose error holds the attempt's tensors; outside the limit, as copies count.
-        self.state.rewind()
-        self.device.reclaim()
-        return reason
-
     def _warm_up(self, size: int) -> None:
-        """Run a first step, which makes the optimizer's state and loads kernels: later steps do neither."""
         batch = self._copy_batch(size)
         with self._now.read(self.device, "backward"):
             self._accumulate([batch], size)
@@ -244,16 +231,16 @@ class Probe:
         now.resident, now.retries_before = before.allocated, before.alloc_retries
         if self._holds_activations:
             # Those of the step before are still held.
-            with self._now.read(self.device, "backward"):
+            with now.read(self.device, "backward"):
                 self._accumulate([batch], size)
                 self._drop_gradients()
             begun = self.device.usage().allocated
             now.resident = min(before.allocated, begun)  # before it there may have been an earlier trial's
             now.held = begun - now.resident
         started = time.perf_counter()
-        with self._now.read(self.device, "backward"):
+        with now.read(self.device, "backward"):
             accumulated = self._accumulate([batch, batch], size)
-        with self._now.read(self.device, "optimizer"):
+        with now.read(self.device, "optimizer"):
             self._update()
         del accumulated  # not before: in training its loss is held during the optimizer's step, too
         now.seconds = time.perf_counter() - started
@@ -317,8 +304,19 @@ class Probe:
             raise
         self.trained = self.workload.count_trained()
 
+    def _judge_speed(self, trial: Trial) -> Trial:
+        """Change the outcome of a very slow trial to ``thrash`` on a card that may move memory to the host.
+
+        Under WSL the memory of the Windows host cannot be read, so only the time shows it.
+        """
+        if not getattr(self.device, "may_spill", False) or trial.outcome != "fits":
+            return trial
+        rate, self._best_rate = trial.samples_per_second, max(self._best_rate, trial.samples_per_second)
+        is_slow = trial.seconds > _SLOW_SECONDS and 0 < rate < self._best_rate / _SLOWED_BY_SPILLS
+        return trial.model_copy(update={"outcome": "thrash"}) if is_slow else trial
+
     def _drop_gradients(self) -> None:
-        for parameter in self.workload.parameters():
+        for parameter in self.workload.parameters():  # a forward pass may have made some
             parameter.grad = None
 
     def _copy_batch(self, size: int) -> Layout:

@@ -15,10 +15,11 @@ from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.fitting.fingerprint import fingerprint
 from autobatch.fitting.found import ExampleBatch, Found, Request
-from autobatch.fitting.length_search import search_lengths
 from autobatch.fitting.probe import Probe
-from autobatch.planning.curve import fit_curve
+from autobatch.planning.curve import fit_curve, growing_reserved
 from autobatch.planning.evidence import Question
+from autobatch.planning.lengths import choose_size as choose_size_at
+from autobatch.planning.lengths import halve_lengths, keep_useful
 from autobatch.planning.next_trial import choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import balance, least_size, useful_sizes
@@ -38,7 +39,6 @@ def search(request: Request) -> Found:
     """Try sizes on real samples until the best one is known; errors are those of ``fit``."""
     workload, target = request.workload, request.wanted.target_batch
     batch, whole = _find_batch(request)
-    workload.model.train()
     workload.weights_of(batch.example.batch, batch.example.count)  # raises here if weigh() cannot count
     trials = _Trials(request, batch, whole)
     lengths = (request.lengths.length_of, batch.by_length.padding) if request.lengths and batch.by_length else None
@@ -266,18 +266,39 @@ def _find_candidates(request: Request, smallest: int) -> tuple[int, ...]:
 def _search_lengths(
     request: Request, trials: _Trials, samples: SamplesByLength, size: int, smallest: int
 ) -> tuple[SizeAtLength, ...]:
-    """Try shorter samples, one number of them at each length."""
+    """Find how many samples run together at shorter lengths, by one trial at each; the shortest length comes first.
+
+    The shortest length is tried first, with as many samples as surely fit. Its trial and those at the longest length
+    show what a sample takes at lengths between them.
+    """
     if smallest > 1:
         raise InvalidArgument(
             f"by_length() divides a batch into parts of any size, and {explain_smallest(request.workload.model)}: plan "
             f"without it"
         )
+    bound, limit = request.wanted.max_micro_batch, request.allowance.limit_bytes
     peak_bytes = max(trial.peak_reserved for trial in trials.done if trial.micro_batch_size == size)
     longest = SizeAtLength(length=samples.longest, micro_batch_size=size, peak_bytes=peak_bytes)
-    limit = request.allowance.limit_bytes if request.wanted.objective == "throughput" else peak_bytes
-    curve = fit_curve(trials.done) if request.memory.measures else None
-
-    def try_size(length: int, size: int) -> Trial:
-        return trials.run_shorter(samples, length, size)
-
-    return search_lengths(try_size, longest, curve, limit, request.wanted.max_micro_batch)
+    if request.wanted.objective == "memory":
+        limit = peak_bytes
+    found, measured, resident = {longest.length: longest}, dict[int, float](), 0
+    if request.memory.measures:
+        (few, low), (many, high) = fit_curve(trials.done).reserved[-2:]
+        measured[longest.length] = (high - low) / (many - few)
+        resident = high - round(many * measured[longest.length])
+    edges = halve_lengths(longest.length, size, bound)
+    for length in [*edges[:0:-1][:1], *edges[1:-1]]:
+        least = max(kept.micro_batch_size for edge, kept in found.items() if edge >= length)
+        tried = size << edges.index(length)
+        if length != edges[-1] and measured:
+            tried = choose_size_at(measured, resident, limit, length)
+        if min(tried, bound) <= least:
+            continue
+        trial = trials.run_shorter(samples, length, min(tried, bound))
+        at = trial.length or length
+        if trial.outcome != "fits" or at in found:
+            continue
+        found[at] = SizeAtLength(length=at, micro_batch_size=trial.micro_batch_size, peak_bytes=trial.peak_reserved)
+        if length == edges[-1] and measured:
+            measured[at] = max(growing_reserved(trial) - resident, 0) / trial.micro_batch_size
+    return keep_useful([*found.values()])

@@ -14,8 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 from autobatch.planning.curve import Line
-from autobatch.planning.evidence import Evidence, Question, draw_line
-from autobatch.planning.forecast import Expected
+from autobatch.planning.evidence import Evidence, Expected, Question, draw_line
 from autobatch.planning.planner import Objective
 from autobatch.records import Trial
 

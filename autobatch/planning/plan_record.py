@@ -1,4 +1,4 @@
-"""Defines a plan as plain data: the decision, its measurements and its budget."""
+"""Defines a plan as plain data: the decision, its measurements, its budget, and the part of each rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,36 @@ from autobatch._bounds import (
     Text,
 )
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.rank_plan import RankPlan
 from autobatch.records import DeviceInfo, ModelIdentity, Padding, Record, Saving, SizeAtLength, Trial, Verdict
+
+
+class RankPlan(Record):
+    """One rank's part of a plan.
+
+    Attributes:
+        rank: Number of the rank, from 0.
+        plan_id: Id of this rank's own plan, which has its trials and its curve.
+        host: Name of the computer.
+        device: Name of the device: ``"NVIDIA L4"``.
+        share: Samples of an optimizer step on this rank.
+        micro_batch_size: Most samples in one forward and backward there.
+        accumulation_steps: Number of micro-batches.
+        peak_bytes: Peak at that size, to compare with the limit; 0 if the device cannot measure.
+        budget_bytes: Bytes that the process may hold; 0 if unknown.
+        seconds: Time of a step of this rank alone, from its trials, whose optimizer steps after every second
+            micro-batch. 0 if no trial was timed.
+    """
+
+    rank: Count
+    plan_id: Text = ""
+    host: Text = ""
+    device: Text
+    share: Samples
+    micro_batch_size: Samples
+    accumulation_steps: Steps
+    peak_bytes: Bytes = 0
+    budget_bytes: Bytes = 0
+    seconds: Seconds = 0.0
 
 
 class PlanRecord(Record):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
+from autobatch._bounds import SHORTEST
 from autobatch._formatting import plural, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.planning.planner import spread
@@ -56,6 +57,27 @@ def share_batch(samples: int, shares: Sequence[int]) -> tuple[int, ...]:
     enough.
     """
     return _apportion(samples, list(map(Fraction, shares)), least=min(1, samples // len(shares)))
+
+
+def find_slowest(seconds: Sequence[float]) -> int | None:
+    """Return the rank that takes longest; ``None`` if some were not timed or all take the same."""
+    if not seconds or min(seconds) <= SHORTEST or max(seconds) == min(seconds):
+        return None
+    return max(range(len(seconds)), key=seconds.__getitem__)
+
+
+def seconds_by_speed(samples: Sequence[int], seconds: Sequence[float]) -> float:
+    """Return the seconds of the slowest rank if samples were divided by speed; 0 if a speed is unknown.
+
+    Args:
+        samples: Samples of each rank in a step.
+        seconds: Time of each rank for them.
+    """
+    if not samples or min(samples) < 1 or min(seconds) <= SHORTEST:
+        return 0.0
+    rates = [count / taken for count, taken in zip(samples, seconds, strict=True)]
+    shares = share_target(sum(samples), "speed", rates)
+    return max(share / rate for share, rate in zip(shares, rates, strict=True))
 
 
 def _apportion(total: int, weights: Sequence[Fraction], least: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from autobatch.batch.layout import Layout
 from autobatch.memory.cuda import uses_expandable_segments
-from autobatch.planning.forecast import Forecast
+from autobatch.planning.evidence import Forecast
 from autobatch.prediction.cards import Gpu, make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from autobatch.planning.forecast import FIRST_SIZE
+from autobatch.planning.evidence import FIRST_SIZE
 from autobatch.prediction.allocator import simulate
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.step_parts import StepParts, find_parts, without_second_micro_batch

@@ -13,8 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from autobatch._formatting import format_bytes, plural
-from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.rank_plan import RankPlan
+from autobatch.planning.plan_record import PlanRecord, RankPlan
 from autobatch.report.breakdown import held_bytes
 
 __all__ = ["diff_plans", "diff_plans_data"]

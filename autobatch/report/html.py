@@ -17,7 +17,7 @@ from markupsafe import Markup
 from autobatch._formatting import plural
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.rank_plan import find_slowest
+from autobatch.planning.shares import find_slowest
 from autobatch.report.breakdown import memory_parts
 from autobatch.report.charts import memory_bar, peak_chart, run_chart, speed_chart
 from autobatch.report.ranks import rank_chart

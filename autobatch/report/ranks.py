@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from autobatch._bounds import SHORTEST
 from autobatch._formatting import format_bytes, plural
 from autobatch.events.run_history import RankTotal, Run
-from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.rank_plan import RankPlan, find_slowest, seconds_by_speed
+from autobatch.planning.plan_record import PlanRecord, RankPlan
+from autobatch.planning.shares import find_slowest, seconds_by_speed
 from autobatch.report.sections import UNKNOWN, Cell, Section, Table, ends, known
 from autobatch.report.svg import Frame, Scale, element, label, picture
 

@@ -13,12 +13,12 @@ from autobatch.batch.layout import Layout
 from autobatch.errors import DoesNotFit
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.device import Device
+from autobatch.memory.free_memory import FreeMemory
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation_state import Shortage
 from autobatch.training.binding import make_pace
-from autobatch.training.free_memory import FreeMemory
 from autobatch.training.step_errors import explain_shortage
 from autobatch.training.step_events import StepEvents
 

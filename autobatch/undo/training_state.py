@@ -91,6 +91,10 @@ class TrainingState:
     def rewind(self) -> None:
         """Restore values, generators and the model, and drop gradients. The optimizer keeps the state it has made."""
         self._restore()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Set every recorded ``.grad`` to ``None``."""
         for tensor, _ in self._gradients:
             tensor.grad = None
 

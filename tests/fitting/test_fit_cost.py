@@ -117,11 +117,11 @@ def test_a_fit_that_raises_leaves_nothing_frozen():
 
 
 def test_state_is_put_back_once_after_each_attempt(monkeypatch):
-    """And once before the first: trials, the first step, and the search for the smallest size."""
+    """Trials, the first step, and the search for the smallest size."""
     with counting_calls(monkeypatch, TrainingState, "rewind") as rewinds:
         plan = autobatch.fit(**make())
     attempts = len(plan.trials) + 2
-    assert len(rewinds) == attempts + 1
+    assert len(rewinds) == attempts
 
 
 def test_a_step_is_searched_for_optimizers_once(monkeypatch):

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from autobatch.planning.evidence import Question, fits
-from autobatch.planning.forecast import Forecast
+from autobatch.planning.evidence import Forecast, Question, fits
 from autobatch.planning.next_trial import choose_size, most_trials, next_size
 from autobatch.planning.planner import useful_sizes
 from autobatch.records import Trial

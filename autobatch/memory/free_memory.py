@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from autobatch._formatting import format_bytes
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
-from autobatch.plan import Plan
-from autobatch.records import Trial
+from autobatch.planning.plan_record import PlanRecord
 from autobatch.step.workload import Workload
 from autobatch.torch_internals.storages import bytes_of
 
@@ -25,12 +23,21 @@ class FreeMemory:
         is_counted: Whether the device counts the running step.
     """
 
-    plan: Plan
+    plan: PlanRecord
     workload: Workload
     device: Device
     is_counted: bool = True
-    _state_is_made: bool = field(default=False, init=False, repr=False)
-    _has_warned: bool = field(default=False, init=False, repr=False)
+    _state_is_made: bool = False
+    _has_warned: bool = False
+
+    def __post_init__(self) -> None:
+        """Find the most that trials held of the plan's size: larger ones held more activations."""
+        trials = self.plan.longest_trials
+        trials = tuple(one for one in trials if one.micro_batch_size <= self.plan.micro_batch_size) or trials
+        self._resident = max((one.resident_bytes + one.held_bytes for one in trials), default=0)
+        # Now the model may hold activations of this step and of the one before, and the update lets go of the latter.
+        before = max((one.resident_bytes + 2 * one.held_bytes for one in trials), default=0)
+        self._of_update = max((one.optimizer_peak for one in trials), default=0) - before
 
     def read(self) -> tuple[int | None, int | None]:
         """Return what a step can reach at most, and that less the headroom.
@@ -39,9 +46,8 @@ class FreeMemory:
         """
         if not self.device.measures or not self.plan.trials:
             return None, None
-        expected = max(trial.resident_bytes + trial.held_bytes for trial in self._trials()) - self._missing_state()
-        new_bytes = max(self._used() - expected - self._gradient_bytes(), 0)
-        most = self._budget() - new_bytes
+        expected = self._resident - self._missing_state() + self._gradient_bytes()
+        most = self._budget() - max(self._used() - expected, 0)
         return max(most, 0), max(most - self.plan.headroom_bytes, 0)
 
     def check_update(self) -> None:
@@ -64,7 +70,8 @@ class FreeMemory:
             )
         if not self.is_counted or not self.device.measures or not any(one.optimizer_peak for one in self.plan.trials):
             return
-        need = self._bytes_of_update(trained / planned if has_grown else 1.0)
+        growth = trained / planned if has_grown else 1.0
+        need = int(self._of_update * growth) - self._gradient_bytes() + self._missing_state(growth)
         if self._used() + need > self._budget():
             self.device.reclaim()
         used, budget = self._used(), self._budget()
@@ -76,20 +83,10 @@ class FreeMemory:
                 f"now; the step was undone: free memory, or run fit() again with a larger budget="
             )
 
-    def _bytes_of_update(self, growth: float) -> int:
-        """Return what the update needs beside what is held now.
-
-        Now the model may hold activations of this step and of the one before, and the update lets go of the latter.
-        """
-        trials = self._trials()
-        before = max(trial.resident_bytes + 2 * trial.held_bytes for trial in trials)
-        took = max(trial.optimizer_peak for trial in trials) - before
-        return int(took * growth) - self._gradient_bytes() + self._missing_state(growth)
-
     def _missing_state(self, growth: float = 1.0) -> int:
         """Return the bytes of the optimizer's state that the next update makes."""
         if self._state_is_made and growth == 1:
-            return 0  # to read the state takes the most time of all this
+            return 0  # reading the state takes most of the time of all this
         missing = max(int(self.plan.state_bytes * growth) - self.workload.state_bytes(), 0)
         self._state_is_made = self._state_is_made or missing == 0
         return missing
@@ -102,8 +99,3 @@ class FreeMemory:
 
     def _gradient_bytes(self) -> int:
         return sum(bytes_of(p.grad) for p in self.workload.parameters() if p.grad is not None)
-
-    def _trials(self) -> Sequence[Trial]:
-        """Return the trials of at most the plan's size: larger ones held more activations."""
-        trials = self.plan.longest_trials
-        return [trial for trial in trials if trial.micro_batch_size <= self.plan.micro_batch_size] or trials
