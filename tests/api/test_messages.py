@@ -1043,16 +1043,18 @@ TABLE = [
         "InvalidArgument",
         (
             "fn returned a Tensor of torch.float32 with rows of shape (3,) as the result, and a Tensor of "
-            "torch.float32 with rows of shape (2,) for the pieces before it, so that they are no one result: pass "
-            "samples instead of a batch (a list or a Dataset), whose results stay apart"
+            "torch.float32 with rows of shape (2,) for the pieces before it, which cannot be joined: return "
+            "the same for all samples, or pass samples instead of a batch (a list or a Dataset), whose results stay "
+            "apart"
         ),
     ),
     (
         lambda: autobatch.map(lambda rows: (rows,) * len(rows), torch.zeros(5, 2)),
         "InvalidArgument",
         (
-            "fn returned a tuple of 3 results as the result, and a tuple of 2 results for the pieces before it, so "
-            "that they are no one result: return the same ones for all samples"
+            "fn returned a tuple of 3 results as the result, and a tuple of 2 results for the pieces before it, which "
+            "cannot be joined: return the same for all samples, or pass samples instead of a batch (a list or a Dataset), whose results "
+            "stay apart"
         ),
     ),
     (
@@ -1061,9 +1063,9 @@ TABLE = [
         ),
         "InvalidArgument",
         (
-            'fn returned a dict with ["a"] as the result, and a dict with ["a"], ["b"] for the pieces before it, so '
-            "that "
-            "they are no one result: return the same ones for all samples"
+            'fn returned a dict with ["a"] as the result, and a dict with ["a"], ["b"] for the pieces before it, which '
+            "cannot be joined: return the same for all samples, or pass samples instead of a batch (a list or a "
+            "Dataset), whose results stay apart"
         ),
     ),
     (

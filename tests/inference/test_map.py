@@ -412,7 +412,7 @@ def test_an_interrupt_at_any_line_leaves_no_layer_in_eval_mode():
         position += 1
         model = Moody()
         with (
-            AtLine(position, interrupt, ("autobatch.inference.guards",)) as interrupted,
+            AtLine(position, interrupt, ("autobatch.inference.piece",)) as interrupted,
             suppress(KeyboardInterrupt),
         ):
             run(model, INPUTS)
