@@ -1053,8 +1053,8 @@ TABLE = [
         "InvalidArgument",
         (
             "fn returned a tuple of 3 results as the result, and a tuple of 2 results for the pieces before it, which "
-            "cannot be joined: return the same for all samples, or pass samples instead of a batch (a list or a Dataset), whose results "
-            "stay apart"
+            "cannot be joined: return the same for all samples, or pass samples instead of a batch (a list or a "
+            "Dataset), whose results stay apart"
         ),
     ),
     (
