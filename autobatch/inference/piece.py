@@ -64,6 +64,7 @@ class PieceRunner:
     sizes: PieceSizes
     to: torch.device | None = None
     hooks: Sequence[Hook] = ()
+    _done: int = 0  # samples
     _ran: list[int] = field(default_factory=list)  # samples of each piece
     _shortages: int = 0
     _peak_bytes: int = 0
@@ -113,7 +114,7 @@ class PieceRunner:
     def report(self) -> None:
         """Report what was done, in one line."""
         event = MapFinished(
-            samples=sum(self._ran),
+            samples=self._done,
             pieces=len(self._ran),
             smallest=min(self._ran, default=0),
             largest=max(self._ran, default=0),
@@ -180,10 +181,11 @@ class PieceRunner:
         piece = Piece(samples, length, max(peak - before.allocated, 0), tensors)
         self.sizes = self.sizes.after_piece(piece, thrashed=after.alloc_retries > before.alloc_retries)
         self._peak_bytes = max(self._peak_bytes, after.peak_reserved, after.peak_allocated)
+        self._done += samples
         self._ran.append(samples)
         event = PieceFinished(
             samples=samples,
-            samples_done=sum(self._ran),
+            samples_done=self._done,
             peak_bytes=max(after.peak_reserved, after.peak_allocated),
             budget_bytes=self.allowance.budget_bytes,
             seconds=seconds,
