@@ -20,17 +20,13 @@ import torch
 
 from autobatch._formatting import name_type, show_value
 from autobatch._wrappers import own_table
-from autobatch.batch.layout import Layout, Rows, Trim
+from autobatch.batch.layout import Layout, MicroBatch, Rows, Trim
 from autobatch.batch.registry import find_type
-from autobatch.batch.rules import Leaf
 from autobatch.batch.tree import (
+    Leaf,
     call_read_only,
     field_names,
     is_array,
-    is_sequence,
-    map_tensors,
-    with_fresh_containers,
-    with_items,
 )
 from autobatch.errors import InvalidArgument
 from autobatch.planning.lengths import divide_by_length, scale_of
@@ -75,74 +71,6 @@ Division = Callable[[Sequence[Layout], int], list[Group]]
 """Makes groups of the batches of a step; gets the most samples that run together."""
 
 
-class MicroBatch(NamedTuple):
-    """Samples that run together.
-
-    Attributes:
-        batches: The batch that they are of, or neighbouring batches that can be joined.
-        rows: The row of each sample; rows of a second batch count on.
-        trim: The part of padded dimensions that is left; ``None`` where nothing is trimmed.
-        scale: The least size with which ``divide`` makes such a micro-batch: ``size``, but for samples by length.
-        weights: Count of its samples in each term's mean; the name ``""`` is every term.
-    """
-
-    batches: Sequence[Layout]
-    rows: Rows
-    trim: Trim | None
-    scale: int
-    weights: Mapping[str, float]
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return len(self.rows)
-
-    @property
-    def counts(self) -> bool:
-        """Whether any term is a mean over something in it."""
-        return max(self.weights.values()) > 0
-
-    def samples(self) -> Any:
-        """Return its samples where they are, in the batch's own containers."""
-        return self.batches[0].rebuild(self._select())
-
-    def take(self, move: Callable[[torch.Tensor], torch.Tensor], home: torch.device) -> Any:
-        """Return its samples on the device ``home``, in new containers.
-
-        Each tensor is a leaf, so that the step may ask for its gradient and none reaches the user's batch.
-        """
-        first, moved = self.batches[0], []
-        for leaf, part in zip(first.leaves, self._select(), strict=True):
-            if isinstance(leaf.value, torch.Tensor):
-                wants = leaf.value.requires_grad
-                own = part.detach() if wants or part is leaf.value else part
-                own = own if own.device == home else move(own)
-                moved.append(own.requires_grad_() if wants else own)
-            elif leaf.kind == "shared":
-                moved.append(part)
-            else:
-                moved.append(_move(part, move))
-        return first.rebuild(moved)
-
-    def _select(self) -> list[Any]:
-        """List its leaves: views where its samples are neighbours in one batch, else new tensors."""
-        first, rows = self.batches[0], self.rows
-        if len(self.batches) == 1:
-            return first.select(rows, self.trim)
-        found, begin = [], 0
-        for batch in self.batches:
-            stop = begin + batch.count
-            low, high = max(rows[0], begin), min(rows[-1] + 1, stop)
-            if low < high:
-                found.append(batch.select(range(low - begin, high - begin)))
-            begin = stop
-        return [_join(leaf, parts) for leaf, parts in zip(first.leaves, zip(*found, strict=True), strict=True)]
-
-
-def _move(part: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return with_fresh_containers(map_tensors(part, lambda one: move(one.detach()).requires_grad_(one.requires_grad)))
-
-
 def divide(group: Group, largest: int, smallest: int = 1) -> list[MicroBatch]:
     """Cut a group into the fewest micro-batches, of sizes as equal as possible.
 
@@ -165,7 +93,7 @@ def divide(group: Group, largest: int, smallest: int = 1) -> list[MicroBatch]:
         start, trim, scale = stop - size, None, size
         if lengths is not None:
             trim, scale = lengths.trims[start], scale_of(size, lengths.values[start], lengths.sizes)
-        parts.append(MicroBatch(batches, _as_range(rows[start:stop]), trim, scale, {"": float(size)}))
+        parts.append(MicroBatch(batches, _as_range(rows[start:stop]), trim, size, scale, {"": float(size)}))
     return parts
 
 
@@ -268,18 +196,6 @@ def _have_same_traits(one: Any, other: Any) -> bool:
         return type(one) is sys.modules["numpy"].ndarray
     are_dense = type(one) is torch.Tensor and one.layout is other.layout
     return are_dense and (one.device, one.requires_grad) == (other.device, other.requires_grad)
-
-
-def _join(leaf: Leaf, parts: Sequence[Any]) -> Any:
-    """Make one part of several."""
-    if len(parts) == 1 or leaf.kind == "shared":
-        return parts[0]
-    if is_sequence(leaf.value):
-        return with_items(leaf.value, [entry for part in parts for entry in part])
-    if is_array(leaf.value):
-        return sys.modules["numpy"].concatenate(parts)
-    with torch.no_grad():  # a leaf, as every micro-batch's tensor is
-        return torch.cat([*parts]).requires_grad_(leaf.value.requires_grad)
 
 
 # ------------------------------------------------------------------------------------------------- the user's own cut

@@ -287,9 +287,8 @@ def infer_example(model: nn.Module) -> Any:
     """
     inner = unwrap_model(model)
     example = getattr(inner, "example_input_array", None)
-    if example is None:
-        image = _image_of(inner)
-        example = _input_of_first_layer(inner) if image is None else image
+    example = _image_of(inner) if example is None else example
+    example = _input_of_first_layer(inner) if example is None else example
     try:
         one = describe(example).grow(1)
     except InvalidArgument as error:
@@ -337,10 +336,9 @@ def _input_of_first_layer(model: nn.Module) -> torch.Tensor:
 
 
 def _takes_input(layer: nn.Module) -> bool:
-    """Whether it is a layer; one of torch's own is, even where parametrizations made children of its parameters."""
-    if isinstance(layer, (nn.Linear, *_OVER_MORE_THAN_FEATURES)):
-        return True
-    return next(layer.children(), None) is None and next(layer.parameters(recurse=False), None) is not None
+    """Return whether it is a layer; one of torch's own is, also if parametrizations made children of its parameters."""
+    has_own = next(layer.children(), None) is None and next(layer.parameters(recurse=False), None) is not None
+    return has_own or isinstance(layer, (nn.Linear, *_OVER_MORE_THAN_FEATURES))
 
 
 def _required_arguments(model: nn.Module) -> list[str]:
@@ -353,7 +351,7 @@ def _required_arguments(model: nn.Module) -> list[str]:
 
 
 def _tokens(model: nn.Module, name: str, layer: nn.Embedding) -> torch.Tensor:
-    """Token numbers of the greatest length, each in the vocabulary."""
+    """Return token numbers of the greatest length, each in the vocabulary."""
     config = getattr(model, "config", None)
     if _lookup(config, "is_encoder_decoder"):
         raise NeedsBatch(f"{_name(model)} is an encoder and a decoder: pass the input of both as batch=")
@@ -385,12 +383,11 @@ def _stays_open(model: nn.Module, name: str, layer: nn.Module) -> NeedsBatch:
     elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         open_ = "leaves the number of tokens open: pass yours as batch=torch.zeros(1, 512, dtype=torch.long)"
     elif features:
-        open_ = (
-            f"takes {features} features and leaves the number of steps open: pass yours as "
-            f"batch=torch.zeros(1, 100, {features})"
+        turned = (
+            "" if getattr(layer, "batch_first", True) else " (samples first: let step transpose, batch_first is False)"
         )
-        if not getattr(layer, "batch_first", True):
-            open_ += " (samples first: let step transpose, batch_first is False)"
+        shape = f"torch.zeros(1, 100, {features}){turned}"
+        open_ = f"takes {features} features and leaves the number of steps open: pass yours as batch={shape}"
     else:
         open_ = "does not show the input's shape: pass an example as batch="
     return NeedsBatch(f"{_name(model)}'s first layer, {f'{name} ({kind})' if name else kind}, {open_}")

@@ -2,34 +2,38 @@
 
 1. ``describe`` takes the batch apart into leaves, and asks ``rules`` about lists that may hold samples or fields.
 2. A ``Layout`` is the batch with its leaves and its number of samples. Parts of it are made from rows.
+3. A ``MicroBatch`` is some rows of a batch. Its samples are taken when its turn comes.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from autobatch.batch.registry import ListReading, Marked, find_type
-from autobatch.batch.rules import ROOT, Leaf, count_samples, decide_lists
+from autobatch.batch.rules import ROOT, count_samples, decide_lists
 from autobatch.batch.tree import (
+    Leaf,
     as_leaf,
     fields_of,
     has_rows,
+    is_array,
     is_sequence,
     leaves_of,
     map_tensors,
     tensors_of,
+    with_fresh_containers,
     with_items,
     with_new_fields,
 )
 from autobatch.errors import InvalidArgument
+from autobatch.planning.planner import choose_rows, spread_evenly
 from autobatch.records import Padding
 
-_GOLDEN = (5**0.5 - 1) / 2
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
 
@@ -73,7 +77,8 @@ class Layout:
 
     def tensors(self) -> list[torch.Tensor]:
         """List every tensor of the batch, in order."""
-        return [tensor for leaf in self.leaves for tensor in tensors_of(leaf.value)]
+        values = [leaf.value for leaf in self.leaves]
+        return [one for value in values for one in ([value] if isinstance(value, torch.Tensor) else tensors_of(value))]
 
     def select(self, rows: Rows, trim: Trim | None = None) -> list[Any]:
         """List the leaves with these rows only: views where the rows are neighbours and nothing is trimmed.
@@ -135,6 +140,68 @@ class Layout:
         return Layout(self.rebuild(values), n, self.lists)
 
 
+class MicroBatch(NamedTuple):
+    """Samples that run together.
+
+    Attributes:
+        batches: The batch that they are of, or neighbouring batches that can be joined.
+        rows: The row of each sample; rows of a second batch count on.
+        trim: The part of padded dimensions that is left; ``None`` where nothing is trimmed.
+        size: Number of samples.
+        scale: The least size with which ``divide`` makes such a micro-batch: ``size``, but for samples by length.
+        weights: Count of its samples in each term's mean; the name ``""`` is every term.
+        counts: Whether any term is a mean over something in it.
+    """
+
+    batches: Sequence[Layout]
+    rows: Rows
+    trim: Trim | None
+    size: int
+    scale: int
+    weights: Mapping[str, float]
+    counts: bool = True
+
+    def samples(self) -> Any:
+        """Return its samples where they are, in the batch's own containers."""
+        return self.batches[0].rebuild(self._select())
+
+    def take(self, move: Callable[[torch.Tensor], torch.Tensor], home: torch.device) -> Any:
+        """Return its samples on the device ``home``, in new containers.
+
+        Each tensor is a leaf, so that the step may ask for its gradient and none reaches the user's batch.
+        """
+        first, moved = self.batches[0], []
+        for leaf, part in zip(first.leaves, self._select(), strict=True):
+            if isinstance(leaf.value, torch.Tensor):
+                wants = leaf.value.requires_grad
+                own = part.detach() if wants or part is leaf.value else part
+                own = own if own.device == home else move(own)
+                moved.append(own.requires_grad_() if wants else own)
+            elif leaf.kind == "shared":
+                moved.append(part)
+            else:
+                moved.append(_move(part, move))
+        return first.rebuild(moved)
+
+    def _select(self) -> list[Any]:
+        """List its leaves: views where its samples are neighbours in one batch, else new tensors."""
+        first, rows = self.batches[0], self.rows
+        if len(self.batches) == 1:
+            return first.select(rows, self.trim)
+        found, begin = [], 0
+        for batch in self.batches:
+            stop = begin + batch.count
+            low, high = max(rows[0], begin), min(rows[-1] + 1, stop)
+            if low < high:
+                found.append(batch.select(range(low - begin, high - begin)))
+            begin = stop
+        return [_join(leaf, parts) for leaf, parts in zip(first.leaves, zip(*found, strict=True), strict=True)]
+
+
+def _move(part: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return with_fresh_containers(map_tensors(part, lambda one: move(one.detach()).requires_grad_(one.requires_grad)))
+
+
 def describe(batch: Any, lists: Mapping[str, ListReading] | None = None, samples: int | None = None) -> Layout:
     """Find how this batch divides into samples, by the rules at the top of ``rules``.
 
@@ -186,7 +253,7 @@ def _take_apart(node: Any, path: str, lists: Mapping[str, ListReading], leaves: 
     if type(node) not in (dict, list, tuple) and has_rows(node):
         leaves.append(Leaf(path, node, "rows"))
         return None
-    if is_sequence(node):
+    if type(node) in (list, tuple) or is_sequence(node):
         reading = lists.get(path)
         if reading is None or (isinstance(node, Marked) and node.reading != reading):
             leaves.append(Leaf(path, node, "open"))
@@ -323,38 +390,13 @@ def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
     return grown
 
 
-def choose_rows(n: int, count: int) -> list[int]:
-    """Choose ``n`` of ``count`` samples that show what all are like, in order; beyond the count each several times.
-
-    Samples that belong together must be chosen together, or they do not show it. So four or more are rows 2i and
-    2i + 1. If the batch is large enough, half of them are half a batch further on (of an odd half, one of the two).
-    """
-    if not 4 <= n < count:
-        return [index * count // n for index in range(n)]
-    pairs, of_half = (n + 1) // 2, count // 4
-    if (pairs + 1) // 2 <= of_half:
-        firsts = [2 * pair for pair in spread_evenly((pairs + 1) // 2, of_half)]
-        firsts += [count // 4 * 2 + first for first in firsts]
-    else:
-        firsts = [2 * pair for pair in spread_evenly(pairs, count // 2)]
-    return [first + side for first in firsts for side in (0, 1)][:n]
-
-
-def spread_evenly(n: int, count: int) -> list[int]:
-    """Choose ``n`` of the indices below ``count``, one from each of ``n`` equal ranges, the first among them.
-
-    The distance is not fixed: samples that repeat with a period (one of each class in turn) could all be the same. The
-    golden ratio places each index in its range, since its multiples are spread over 0 to 1 without a period. If the
-    distance still varies, each index has another remainder when divided by ``n``: a period of ``n`` is seen whole.
-    """
-    bounds = [*pairwise(index * count // n for index in range(n + 1))]
-    anywhere = [low + int(index * _GOLDEN % 1 * (high - low)) for index, (low, high) in enumerate(bounds)]
-    unlike = [_move(row, bounds[index], (index - row) % n, n) for index, row in enumerate(anywhere)]
-    distances = {after - before for before, after in pairwise(unlike)}
-    return anywhere if len(distances) == 1 < n - 1 else unlike
-
-
-def _move(row: int, bounds: tuple[int, int], distance: int, back: int) -> int:
-    """Return ``distance`` rows on, or ``back`` from there, wherever that is inside its range."""
-    choices = (row + distance, row + distance - back)
-    return next((choice for choice in choices if bounds[0] <= choice < bounds[1]), row)
+def _join(leaf: Leaf, parts: Sequence[Any]) -> Any:
+    """Make one part of several."""
+    if len(parts) == 1 or leaf.kind == "shared":
+        return parts[0]
+    if is_sequence(leaf.value):
+        return with_items(leaf.value, [entry for part in parts for entry in part])
+    if is_array(leaf.value):
+        return sys.modules["numpy"].concatenate(parts)
+    with torch.no_grad():  # a leaf, as every micro-batch's tensor is
+        return torch.cat([*parts]).requires_grad_(leaf.value.requires_grad)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 
 from autobatch._formatting import name_type, show_value
-from autobatch.batch.cut import Group, Lengths, MicroBatch
-from autobatch.batch.layout import Layout, Trim, describe
+from autobatch.batch.cut import Group, Lengths
+from autobatch.batch.layout import Layout, MicroBatch, Trim, describe
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import call_read_only, is_array
 from autobatch.errors import InvalidArgument
@@ -203,7 +203,7 @@ class SamplesByLength:
         rows = sort_rows(values)
         lengths = PlannedLengths(cut, (), padding).read(example, rows, values)
         for index in sorted({0, (example.count - 1) // 2, example.count - 1}):
-            alone = MicroBatch([example], [rows[index]], lengths.trims[index], 1, {})
+            alone = MicroBatch([example], [rows[index]], lengths.trims[index], 1, 1, {})
             check_trimmed(lengths, alone, [lengths.values[index]], alone.samples())
         return cls(example, values, padding, max(padded_length(example, padding, values), 1))
 

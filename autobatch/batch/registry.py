@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import threading
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ class BatchType:
         return number
 
     def take_samples(self, batch: Any, indices: Sequence[int]) -> Any:
-        """The samples at these indices, which may repeat; raises InvalidArgument for another type or number."""
+        """Return the samples at these indices, which may repeat; raises InvalidArgument for another type or number."""
         part = self.take(batch, list(indices))
         if not isinstance(part, self.type):
             raise InvalidArgument(
@@ -81,9 +80,9 @@ class BatchType:
             )
 
     def map_tensors(self, batch: Any, function: OnTensor) -> Any:
-        """The same batch with ``function(tensor)`` for each tensor; the given one is not changed.
+        """Return the same batch with ``function(tensor)`` for each tensor; the given one is not changed.
 
-        Raises InvalidArgument where ``map`` returned another type or changed the batch in place, or copying failed.
+        Raises InvalidArgument if ``map`` returned another type or changed the batch in place, or if copying failed.
         """
         changed: list[bool] = []
 
@@ -103,7 +102,7 @@ class BatchType:
         return mapped
 
     def tensors(self, batch: Any) -> list[torch.Tensor]:
-        """Every tensor in it, in the order in which ``map`` comes to them."""
+        """List every tensor in it, in the order in which ``map`` comes to them."""
         found: list[torch.Tensor] = []
 
         def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,8 +113,7 @@ class BatchType:
         return found
 
 
-_registered: Mapping[type, BatchType] = {}  # replaced, never changed in place: readers need no lock
-_lock = threading.Lock()
+_registered: dict[type, BatchType] = {}
 
 
 def register(
@@ -152,9 +150,7 @@ def register(
     for name, function in (("count", count), ("take", take), ("map", map)):
         if not callable(function) and not (name == "map" and function is None):
             raise InvalidArgument(f"register({type.__name__}, {name}=...) needs a function, not {name_type(function)}")
-    global _registered  # noqa: PLW0603 - see there
-    with _lock:
-        _registered = {**_registered, type: BatchType(type, count, take, map or _copy_with)}
+    _registered[type] = BatchType(type, count, take, map or _copy_with)
 
 
 _class = type  # ``register`` has an argument of that name
@@ -162,10 +158,9 @@ _class = type  # ``register`` has an argument of that name
 
 def find_type(node: Any) -> BatchType | None:
     """Return the registration of the object's class, or of the nearest of its base classes."""
-    registered = _registered
-    if not registered:  # asked for every node of every batch
+    if not _registered:  # asked for every node of every batch
         return None
-    return next((registered[base] for base in type(node).__mro__ if base in registered), None)
+    return next((_registered[base] for base in type(node).__mro__ if base in _registered), None)
 
 
 class Marked(list[Any]):

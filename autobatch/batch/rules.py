@@ -2,8 +2,7 @@
 
 - A tensor or array with dimensions has one row a sample; a registered type's ``count`` counts its samples.
 - Mappings, dataclasses and namedtuples are *fields*: each value belongs to all samples.
-- A list or tuple is fields, as in ``(inputs, labels)``, or has one entry for each of its *samples*, as detection
-  targets do:
+- A list or tuple is fields, as in ``(inputs, labels)``, or has one entry for each of its *samples*:
 
   1. ``batches.Samples([...])`` and ``batches.Fields([...])`` say it. Other lists are read as in an earlier batch.
   2. Entries unlike each other (other types, dtypes, numbers of dimensions) are fields.
@@ -11,8 +10,8 @@
      tensor inside has as many rows too: mappings are samples, a single entry is fields, others leave it open.
   4. Else the entries of the list decide, by the table below.
 
-- Everything else is shared by all samples: numbers, strings, scalar tensors, other objects, and lists of those in
-  another number. If no tensor is in the batch, lists of strings or of objects show the number of samples.
+- All else is shared by all samples: numbers, strings, scalar tensors, other objects, and lists of those in another
+  number. If no tensor is in the batch, lists of strings or of objects show the number of samples.
 
 Fields read as samples end in an error of the step, which unpacks them. Samples read as fields would each be cut along
 their own first dimension, without an error. So a list alone is fields only if a DataLoader or a collate function
@@ -47,45 +46,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from autobatch._formatting import name_type, show_value, with_article
+from autobatch._formatting import name_type, show_value
 from autobatch._wrappers import own_table
 from autobatch.batch.registry import ListReading, Marked, find_type
-from autobatch.batch.tree import count_rows, field_names, fields_of, is_array, is_sequence, leaves_of
+from autobatch.batch.tree import Leaf, count_rows, field_names, fields_of, is_array, is_sequence, leaves_of
 from autobatch.errors import InvalidArgument
 
 ROOT = "batch"
 
-_FEW = 4
-"""From so many alike tensors on a list is hardly ``x, y, weight``."""
+_FEW = 4  # from so many alike tensors on a list is hardly ``x, y, weight``
 
 _NUMBERS = (bool, int, float, complex)
 _UNORDERED = (set, frozenset, range)
 _KNOWN = (type(None), *_NUMBERS, bytes, str, *_UNORDERED, slice, torch.Tensor, torch.Size)
 
+# How far an unknown object is looked into: torch_geometric's ``Data`` has its tensors in a dict in a store in it.
 _DEPTH, _WIDTH = 3, 64
-"""How far an unknown object is looked into: torch_geometric's ``Data`` has its tensors in a dict in a store in it."""
-
-Kind = Literal["rows", "samples", "fields", "unclear", "open", "shared"]
-
-
-class Leaf(NamedTuple):
-    """One part of a batch that is taken apart no further.
-
-    Attributes:
-        path: Its place, such as ``batch["x"]``.
-        value: A tensor, an array, an object of a registered type, a list of samples, or anything else.
-        kind: ``"rows"`` and ``"samples"`` have one entry a sample, ``"shared"`` is the same for all samples.
-            ``"unclear"`` could be either, and is refused where the batch is divided. ``"open"`` is not decided yet.
-    """
-
-    path: str
-    value: Any
-    kind: Kind
 
 
 # ------------------------------------------------------------------------------------------- the number of samples
@@ -134,11 +115,9 @@ def count_samples(leaves: Sequence[Leaf], batch: Any) -> int:
     for path, value, kind in leaves:
         is_unknown = kind == "shared" and count > 1 and _is_opaque(value)
         if is_unknown and any(count_rows(tensor) == count for tensor in _tensors_held(value)):
-            name = type(value).__name__
             raise InvalidArgument(
-                f"{path} is {with_article(name)}, no container that autobatch knows, and a tensor in it has {count} "
-                f"rows, as the batch has samples: pass a dict of what it holds, or call "
-                f"autobatch.batches.register({name}, count=..., take=...) once"
+                f"{path} is {name_type(value)}, no container that autobatch knows, and a tensor in it has {count} "
+                f"rows, as the batch has samples: {_advise_to_register(value)}"
             )
     return count
 
@@ -147,24 +126,21 @@ def _sizes_of(leaves: Sequence[Leaf]) -> dict[str, int]:
     """Return the number of entries of each part with one a sample, by path."""
     sizes = {}
     for path, value, kind in leaves:
-        _refuse_unviewable(path, value)
+        is_plain = find_type(value) is None
+        if is_plain and isinstance(value, PackedSequence):
+            raise InvalidArgument(
+                f"{path} is a PackedSequence, which has no rows: pass it padded and pack it in the step"
+            )
+        if is_plain and isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
+            form = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            raise InvalidArgument(
+                f"{path} is a {form} tensor, whose rows are no views: pass a dense one or a list of samples"
+            )
         if kind == "rows":
             sizes[path] = count_rows(value) or 0
         elif kind in ("samples", "unclear"):
             sizes[path] = len(value)
     return sizes
-
-
-def _refuse_unviewable(path: str, value: Any) -> None:
-    if find_type(value) is not None:
-        return
-    if isinstance(value, PackedSequence):
-        raise InvalidArgument(f"{path} is a PackedSequence, which has no rows: pass it padded and pack it in the step")
-    if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
-        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-        raise InvalidArgument(
-            f"{path} is a {kind} tensor, whose rows are no views: pass a dense one or a list of samples"
-        )
 
 
 def _agree(sizes: Mapping[str, int], batch: Any) -> int:
@@ -177,26 +153,13 @@ def _agree(sizes: Mapping[str, int], batch: Any) -> int:
     if len(firsts) > 1:
         shown = ", ".join(f"{path} has {size}" for size, path in [*firsts.items()][:4])
         raise InvalidArgument(
-            f"the number of samples is unclear: {shown}; each needs one entry a sample ({_advise_groups(firsts)}what "
-            f"all samples share can live in the step; samples that are joined, as graphs are, go into a type for "
-            f"autobatch.batches.register)"
+            f"the number of samples is unclear: {shown}; each needs one entry a sample (what all samples share can "
+            f"live in the step; samples that are joined, as graphs are, go into a type for autobatch.batches.register)"
         )
     [(size, path)] = firsts.items()
     if size == 0:
         raise InvalidArgument(f"{path} has 0 samples: pass a batch of at least one")
     return size
-
-
-def _advise_groups(firsts: Mapping[int, str]) -> str:
-    """Say how several entries a sample, such as unlabelled images beside labelled ones, become one."""
-    fewest, most = min(firsts), max(firsts)
-    if len(firsts) != 2 or fewest < 1 or most % fewest or most == fewest:
-        return ""
-    each = most // fewest
-    return (
-        f"{each} entries of {firsts[most]} for one sample are exact as the shape ({fewest}, {each}, ...), "
-        f"flattened inside the step; "
-    )
 
 
 def _explain_nothing(batch: Any) -> str:
@@ -208,11 +171,12 @@ def _explain_nothing(batch: Any) -> str:
         return f"{nothing}; {name_type(opaque)} can be read only once: pass one batch of it, such as next(iterator)"
     if isinstance(opaque, (*_UNORDERED, deque)):
         return f"{nothing}; {name_type(opaque)} is not read as samples: pass a list"
-    name = type(opaque).__name__
-    return (
-        f"{nothing}; {with_article(name)} is no container that autobatch knows: pass a dict of what it holds, or call "
-        f"autobatch.batches.register({name}, count=..., take=...) once"
-    )
+    return f"{nothing}; {name_type(opaque)} is no container that autobatch knows: {_advise_to_register(opaque)}"
+
+
+def _advise_to_register(value: Any) -> str:
+    name = type(value).__name__
+    return f"pass a dict of what it holds, or call autobatch.batches.register({name}, count=..., take=...) once"
 
 
 def _is_opaque(leaf: Any) -> bool:
@@ -328,18 +292,11 @@ def _find_only_count(lists: Sequence[Leaf]) -> int | None:
 
 def _count_texts(lists: Sequence[Leaf]) -> dict[str, int]:
     """Return the lengths of lists of texts, else of objects: they show the number of samples where no tensor does."""
-    for is_one in (_is_text, _is_object):
-        if found := {path: len(entries) for path, entries, _ in lists if all(map(is_one, entries))}:
-            return found
-    return {}
-
-
-def _is_text(entry: Any) -> bool:
-    return entry is None or isinstance(entry, str)
-
-
-def _is_object(entry: Any) -> bool:
-    return not isinstance(entry, (str, bytes, *_NUMBERS, type(None))) and fields_of(entry) is None
+    kinds = [
+        (path, len(entries), {_kind(entry) for entry in entries if entry is not None}) for path, entries, _ in lists
+    ]
+    texts = {path: size for path, size, kind in kinds if kind == {str}}
+    return texts or {path: size for path, size, kind in kinds if kind == {"object"}}
 
 
 def _refuse_to_guess(unclear: Sequence[Leaf]) -> None:

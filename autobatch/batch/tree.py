@@ -11,7 +11,7 @@ import json
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -24,6 +24,21 @@ from autobatch.torch_internals.storages import bytes_of
 
 # A shape describes, it holds no samples; a packed sequence's rows are time steps of several samples at once.
 _WHOLE = (torch.Size, PackedSequence)
+
+
+class Leaf(NamedTuple):
+    """One part of a batch that is taken apart no further.
+
+    Attributes:
+        path: Its place, such as ``batch["x"]``.
+        value: A tensor, an array, an object of a registered type, a list of samples, or anything else.
+        kind: ``"rows"`` and ``"samples"`` have one entry a sample, ``"shared"`` is the same for all samples.
+            ``"unclear"`` could be either, and is refused where the batch is divided. ``"open"`` is not decided yet.
+    """
+
+    path: str
+    value: Any
+    kind: Literal["rows", "samples", "fields", "unclear", "open", "shared"]
 
 
 def is_array(value: Any) -> bool:
@@ -60,7 +75,9 @@ def count_rows(leaf: Any) -> int | None:
 
 def children_of(node: Any) -> list[Any] | None:
     """Return what a container holds; ``None`` for a leaf."""
-    if isinstance(node, torch.Tensor) or find_type(node) is not None:
+    if type(node) in (list, tuple):
+        return list(node)
+    if isinstance(node, torch.Tensor) or (type(node) is not dict and find_type(node) is not None):
         return None
     if isinstance(node, Mapping):
         return list(node.values())

@@ -1,7 +1,4 @@
-"""Checks the arguments of ``map``, and finds where its pieces run and what they reach.
-
-Does not cover lengths (``given_lengths``) nor the batch (``samples``).
-"""
+"""Checks the arguments of ``map``, and finds the device of its pieces and the modules that they reach."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ from autobatch.memory.device import Device
 from autobatch.memory.devices import device_for, is_here, open_device, refuse_meta_model
 from autobatch.step.reachable import MOST_OBJECTS, find_modules
 
-__all__ = ["check_functions", "find_device", "find_runnable", "read_target", "tensors_of"]
-
 logger = logging.getLogger("autobatch")
 
 
@@ -41,9 +36,15 @@ def check_functions(fn: Any, batch: Any, collate: Any, on_result: Any) -> None:
 
 
 def find_runnable(fn: Any) -> Sequence[nn.Module]:
-    """The modules that a function reaches; refuses those that cannot be run piece by piece."""
+    """Return the modules that a function reaches; refuse those that cannot be run piece by piece."""
     modules = find_modules(fn, _warn_of_more_objects)
-    _refuse_sharded(modules)
+    name = next((type(module).__name__ for module in modules if is_sharded(module)), None)
+    if name is not None and world_size() > 1:
+        raise InvalidArgument(
+            f"map() cannot run {name}, whose parameters are sharded: ranks gather them together in each forward pass, "
+            f"and each would run another number of pieces: map in one process with the whole weights, or call the "
+            f"model on equally many batches on each rank"
+        )
     _refuse_empty(fn)
     return modules
 
@@ -57,18 +58,8 @@ def _warn_of_more_objects() -> None:
     )
 
 
-def _refuse_sharded(modules: Iterable[nn.Module]) -> None:
-    name = next((type(module).__name__ for module in modules if is_sharded(module)), None)
-    if name is not None and world_size() > 1:
-        raise InvalidArgument(
-            f"map() cannot run {name}, whose parameters are sharded: ranks gather them together in each forward pass, "
-            f"and each would run another number of pieces: map in one process with the whole weights, or call the "
-            f"model on equally many batches on each rank"
-        )
-
-
 def find_device(device: Any, modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> Device:
-    """Where pieces run: where the user says, else where the modules are, else where the batch is."""
+    """Return the device of the pieces: the given one, else that of the modules, else that of the batch."""
     samples = [*tensors]
     for tensor in samples:
         refuse_meta(tensor)
@@ -86,7 +77,7 @@ def find_device(device: Any, modules: Iterable[nn.Module], tensors: Iterable[tor
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers."""
+    """List the parameters and buffers."""
     return [*module.parameters(), *module.buffers()]
 
 
@@ -101,7 +92,7 @@ def _refuse_empty(fn: Any) -> None:
 
 
 def read_target(to: Any) -> torch.device | None:
-    """Where results go; ``None``: they stay where they are."""
+    """Return the device of the results; ``None``: they stay where they are."""
     if to is None:
         return None
     try:

@@ -1,15 +1,11 @@
-"""Maps a function over a batch or over many samples, in the largest pieces that fit the device.
-
-Covers ``map``, and what becomes of results. Does not cover how its arguments are checked (``arguments``), nor how a
-piece is run (``piece``).
-"""
+"""Maps a function over a batch or over many samples, in the largest pieces that fit the device."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,31 +15,30 @@ from torch.utils.data import DataLoader, default_collate
 from autobatch._arguments import check_count, check_switch
 from autobatch._formatting import format_bytes
 from autobatch.batch.layout import describe
-from autobatch.batch.lengths import ByLength, LengthOf
+from autobatch.batch.lengths import ByLength
 from autobatch.batch.tree import count_bytes
 from autobatch.errors import DoesNotFit
 from autobatch.events import Event, PieceRetried
 from autobatch.inference.arguments import check_functions, find_device, find_runnable, read_target, tensors_of
-from autobatch.inference.guards import set_attributes
 from autobatch.inference.piece import Done, PieceRunner
 from autobatch.inference.results import Joined, rows_of
 from autobatch.inference.samples import (
     BatchSamples,
     Collate,
+    Lengths,
     SingleSamples,
     Waiting,
     are_samples,
     count_samples,
     iterate,
     read_lengths,
+    set_attributes,
 )
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_allowance
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.planning.piece_size import PieceSizes
 from autobatch.step.default_step import call_model
-
-__all__ = ["map"]
 
 logger = logging.getLogger("autobatch")
 
@@ -66,43 +61,43 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
 ) -> Any:
     """Call a function on many samples, in the largest pieces that fit, and return its results in order.
 
-    Nothing is searched for beforehand: each piece is work that is kept, and what it took decides the size of the next.
-    A piece that runs out of memory is run again in smaller ones. ``fn`` runs without gradients, and the modules that it
-    reaches are in eval mode meanwhile; both are as before between pieces.
+    Nothing is searched for beforehand: each piece is work that is kept, and its memory decides the size of the next.
+    A piece that runs out of memory is run again in smaller ones. ``fn`` runs without gradients, and modules that it
+    reaches are in eval mode meanwhile. Both are restored between pieces.
 
     Args:
         fn: ``fn(piece) -> result`` with one entry a sample: a tensor or array with as many rows, a list as long,
-            several of these in a tuple, dict or dataclass, or ``None``. A module is called as ``fit`` does where no
-            ``step`` is given: a mapping gives its keyword arguments. Called again on samples that ran out of memory.
-        batch: One batch (a tensor, an array, a tuple, a mapping, a dataclass, an object of a registered type), which is
-            cut along its samples. Or samples: a list, a Dataset, or any other iterable, which is read as it is needed;
-            they are collated. Or a DataLoader, whose batches are cut but not joined.
-        device: Where pieces run; default: where the modules are that ``fn`` reaches, else where the batch is.
-        budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds.
-        headroom: Left free of the budget when a size is chosen: bytes, a text, or a fraction; default 5 %.
-        max_piece: Never more samples than this in a piece.
-        cut: ``autobatch.by_length`` of one int a sample; of ``length_of(sample)``; or for one batch or a loader of
+            ``None``, or several of these in a tuple, dict or dataclass. A module is called as ``fit`` does without a
+            ``step``: a mapping gives its keyword arguments. It is called again on samples that ran out of memory.
+        batch: One batch, which is cut along its samples: a tensor, an array, a tuple, a mapping, a dataclass, an object
+            of a registered type. Or samples, which are collated: a list, a Dataset, or any other iterable, which is
+            read when its samples are needed. Or a DataLoader, whose batches are cut but not joined.
+        device: Device that runs the pieces. Default: that of the modules, else that of the batch.
+        budget: Bytes that this process may hold, also as ``"8GiB"``. Default: the free bytes and those that it holds.
+        headroom: Part of the budget left free when a size is chosen: bytes, a text, or a fraction. Default: 5 %.
+        max_piece: Most samples in a piece.
+        cut: ``autobatch.by_length`` of one int a sample, of ``length_of(sample)``, or for one batch or a loader of
             ``length_of(batch)``, which returns one int a sample. Pieces then have samples of like length, the longest
-            first, and as many as their length allows; the order of results is not changed. Of samples a window is
-            sorted at a time: 256, or as many as 16 pieces have. ``fn`` or ``collate`` trims padding.
-        collate: Makes a batch of a list of samples; default: torch's ``default_collate``.
-        to: Where tensors of the results go, such as ``"cpu"``; default: they stay where ``fn`` left them.
-        on_result: ``on_result(indices, result)`` is called with the result of each piece, once a sample, in the order
-            in which they ran; nothing is kept.
-        progress: At most one line a second on stderr, when that is a terminal.
+            first, and as many as their length allows. The order of results stays. Of single samples a window is sorted
+            at a time: 256, or as many as 16 pieces have. ``fn`` or ``collate`` trims padding.
+        collate: Makes a batch of a list of samples. Default: torch's ``default_collate``.
+        to: Device of the results' tensors, such as ``"cpu"``. Default: they stay where ``fn`` left them.
+        on_result: ``on_result(indices, result)`` is called with the result of each piece, in the order in which they
+            ran, and nothing is kept. Each sample is in one of them.
+        progress: Write at most one line a second to stderr, if that is a terminal.
 
     Returns:
-        Of one batch: what ``fn`` would have returned for the whole of it. Of samples and loaders: an iterator with the
-        result of each sample, whose tensors are rows of the piece's. With ``on_result``: ``None``, when all are done.
+        For one batch: the result of ``fn`` for the whole of it. For samples and loaders: an iterator with the result of
+        each sample, whose tensors are rows of the piece's. With ``on_result``: ``None``, when all are done.
 
     Raises:
         DoesNotFit: One sample alone runs out of memory, or the results do not fit.
         InvalidArgument: An argument cannot be used, the batch cannot be counted, or ``fn`` did not return one entry a
             sample.
 
-        Errors of ``fn`` come out as they were raised. Each error, but no Ctrl-C, has attributes ``sample_index``, the
-        sample that raised it (``None`` where that is not one), and ``done`` and ``results``: the indices of samples
-        that are done and were not handed over, and their results.
+        Errors of ``fn`` come out as they were raised. Each error has three more attributes. ``sample_index`` is the
+        sample that raised it, or ``None``. ``done`` has the indices of finished samples that were not handed over, and
+        ``results`` has their results. Ctrl-C has none of these.
     """
     check_switch("progress", progress)
     check_functions(fn, batch, collate, on_result)
@@ -131,7 +126,7 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     return _yield_rows(runner, several) if on_result is None else _hand_over(runner, several, on_result)
 
 
-def _open(samples: Any, collate: Collate, lengths: LengthOf | Sequence[int] | None) -> Iterator[Waiting]:
+def _open(samples: Any, collate: Collate, lengths: Lengths | None) -> Iterator[Waiting]:
     if not isinstance(samples, DataLoader):
         yield SingleSamples(iterate(samples), collate, lengths)
         return
@@ -143,7 +138,7 @@ def _open(samples: Any, collate: Collate, lengths: LengthOf | Sequence[int] | No
 
 
 def _join(runner: PieceRunner, waiting: Waiting, samples: int) -> Any:
-    """The results of one batch as one."""
+    """Return the results of one batch as one."""
     joined = Joined(samples)
     try:
         while (done := runner.run_next(waiting)) is not None:
@@ -158,7 +153,7 @@ def _join(runner: PieceRunner, waiting: Waiting, samples: int) -> Any:
 
 
 def _store(runner: PieceRunner, joined: Joined, done: Done) -> None:
-    """Put results of a piece into their places; where that runs out of memory, once more after a clean-up."""
+    """Put the results of a piece into their places; if memory runs out, try once more after a clean-up."""
     for is_last in (False, True):
         reason, handled = "", sys.exc_info()[1]
         try:
@@ -181,7 +176,7 @@ def _store(runner: PieceRunner, joined: Joined, done: Done) -> None:
 
 
 def _yield_rows(runner: PieceRunner, several: Iterator[Waiting]) -> Iterator[Any]:
-    """The result of each sample, as soon as all before it are there."""
+    """Yield the result of each sample, as soon as all before it are there."""
     following, early = 0, dict[int, Any]()
     ends_python = sys.is_finalizing  # an iterator left unfinished is closed last of all, when modules are empty
     try:

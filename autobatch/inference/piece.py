@@ -1,8 +1,10 @@
-"""Runs a function on the next samples that fit, measures what they take, and goes on with fewer after a shortage.
+"""Runs a function on the next samples that fit, measures what they take, and continues with fewer after a shortage.
 
-Every piece is work that is kept: nothing is searched for beforehand. Running out of memory costs the one piece in which
-it happened; any other error is the user's, and the sample that raises it is looked for. Does not cover which size is
-next (``planning.piece_size``), which samples (``samples``), nor what becomes of results (``mapping``).
+1. ``planning.piece_size`` chooses a size, and ``samples`` the next samples. They run in eval mode, without gradients.
+2. If memory runs out, random generators are restored, and the same samples run again in smaller pieces.
+3. Any other error is the user's. Halves of the piece run until the sample that raises it is found.
+
+Every piece is work that is kept.
 """
 
 from __future__ import annotations
@@ -10,40 +12,32 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from autobatch._formatting import format_bytes
-from autobatch._user_errors import add_note
-from autobatch.batch.tree import map_tensors
+from autobatch._user_errors import add_note, contextmanager
+from autobatch.batch.tree import is_array, map_tensors
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.events import Hook, MapFinished, PieceFinished, PieceRetried, emit
-from autobatch.inference.guards import WatchedArrays, eval_mode, set_attributes
 from autobatch.inference.results import Indices, check_result
-from autobatch.inference.samples import Waiting
+from autobatch.inference.samples import Waiting, set_attributes
 from autobatch.memory.device import Device
 from autobatch.memory.devices import Allowance
 from autobatch.memory.oom import describe_error, ends_context, is_oom
 from autobatch.planning.piece_size import Piece, PieceSizes
 from autobatch.records import MemoryUsage
-from autobatch.undo.random_state import RandomState
+from autobatch.undo.interrupts import deferred_interrupts
+from autobatch.undo.undo import Undo
 
-__all__ = ["Done", "PieceRunner"]
 
-
-@dataclass(frozen=True, eq=False)
-class Done:
-    """A piece that has run.
-
-    Attributes:
-        indices: Of its samples.
-        result: What the function returned, with one entry a sample.
-    """
+class Done(NamedTuple):
+    """A piece that has run: the indices of its samples, and its result with one entry for each."""
 
     indices: Indices
     result: Any
@@ -55,11 +49,11 @@ class PieceRunner:
 
     Attributes:
         function: Called with a batch.
-        modules: Those that it reaches, which are in eval mode meanwhile.
-        device: Where pieces run.
+        modules: Modules that it reaches.
+        device: Device that runs the pieces.
         allowance: The budget that is enforced, and the limit that sizes aim at.
-        sizes: What pieces took up to now.
-        to: Where results go; ``None``: they stay where they are.
+        sizes: Measurements of earlier pieces.
+        to: Device of the results; ``None``: they stay where they are.
         hooks: Called with each event.
     """
 
@@ -70,17 +64,14 @@ class PieceRunner:
     sizes: PieceSizes
     to: torch.device | None = None
     hooks: Sequence[Hook] = ()
-    samples: int = 0  # that are done
-    pieces: int = 0
-    smallest: int = 0  # of these
-    largest: int = 0
-    shortages: int = 0
-    peak_bytes: int = 0
-    seconds: float = 0.0
-    _before_error: deque[Done] = field(default_factory=deque)
+    _done: int = 0  # samples
+    _ran: list[int] = field(default_factory=list)  # samples of each piece
+    _shortages: int = 0
+    _peak_bytes: int = 0
+    _seconds: float = 0.0
+    _ready: deque[Done] = field(default_factory=deque)  # pieces that ran before a sample that raises
     _error: Exception | None = None
-    _last: int = 0  # samples in the last piece
-    _once_more: bool = False  # whether the next sample ran out of memory by itself
+    _is_last_try: bool = False  # of one sample that ran out of memory alone
 
     def run_next(self, waiting: Waiting) -> Done | None:
         """Run the next piece, after as many shortages as it takes; ``None`` where no sample is left.
@@ -89,11 +80,11 @@ class PieceRunner:
             DoesNotFit: One sample alone runs out of memory, twice.
             Exception: The user's own, once all samples that ran before it were handed over.
         """
-        while not self._before_error and self._error is None:
-            length = waiting.head(self._last)
+        while not self._ready and self._error is None:
+            length = waiting.head(self._ran[-1] if self._ran else 0)
             if length is None:
                 return None
-            samples = 1 if self._once_more else self.sizes.next_samples(length, self._room(), waiting.left())
+            samples = 1 if self._is_last_try else self.sizes.next_samples(length, self._room(), waiting.left())
             indices = waiting.ready(samples)
             try:
                 done, reason = self._attempt(waiting, indices, length)
@@ -101,16 +92,16 @@ class PieceRunner:
                 self._error = raised
             else:
                 if done is not None:
-                    self._once_more = False
+                    self._is_last_try = False
                     return done
                 self._shrink(indices, length, reason)
                 continue
             self._search(waiting, indices, length, self._error)
-        if self._before_error:
-            return self._before_error.popleft()
+        if self._ready:
+            return self._ready.popleft()
         error, self._error = self._error, None
         try:
-            assert error is not None  # noqa: S101 - else the loop would go on
+            assert error is not None  # noqa: S101 - else the loop would run again
             raise error
         finally:
             del error  # its traceback has this frame
@@ -121,48 +112,48 @@ class PieceRunner:
         return self.device.torch_device.type != "cpu" and (self.to is None or self.to.type != "cpu")
 
     def report(self) -> None:
-        """Say what was done, in one line."""
+        """Report what was done, in one line."""
         event = MapFinished(
-            samples=self.samples,
-            pieces=self.pieces,
-            smallest=self.smallest,
-            largest=self.largest,
-            shortages=self.shortages,
-            peak_bytes=self.peak_bytes,
+            samples=self._done,
+            pieces=len(self._ran),
+            smallest=min(self._ran, default=0),
+            largest=max(self._ran, default=0),
+            shortages=self._shortages,
+            peak_bytes=self._peak_bytes,
             budget_bytes=self.allowance.budget_bytes,
             device=self.device.describe().name,
-            seconds=self.seconds,
+            seconds=self._seconds,
         )
         emit(event)
 
     def _attempt(self, waiting: Waiting, indices: Indices, length: int) -> tuple[Done | None, str]:
-        """Run these samples; where memory ended, returns why, and leaves generators as before."""
+        """Run these samples; if memory runs out, restore generators and return the reason."""
         tensors = [tensor for tensor in waiting.tensors(len(indices)) if not tensor.is_inference()]
-        versions, arrays, wrote = [tensor._version for tensor in tensors], WatchedArrays(waiting.arrays(indices)), False
+        versions, arrays = [tensor._version for tensor in tensors], _WatchedArrays(waiting.arrays(indices))
         self.device.watch(tensors)
-        random, before = None, self.device.usage()
+        undo, wrote, before = None, False, self.device.usage()
         self.device.reset_peak()
         started, handled, reason = time.perf_counter(), sys.exc_info()[1], ""
         try:
-            random = RandomState(self.device.torch_device)
+            # Generators only: buffers do not move in eval mode, and those of a quantized model are its weights.
+            undo = Undo(None, self.device.torch_device)
             try:
                 result = self._run(waiting, indices)
             finally:
-                wrote = arrays.put_back()  # also after an error, whose sample is looked for in what was given
+                wrote = arrays.restore()  # also after an error: its sample is looked for in what was given
         except Exception as error:
             if not is_oom(error, handled=handled):
                 raise
             reason = describe_error(error, handled=handled)
-        self.seconds += time.perf_counter() - started
-        if wrote or any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
+        self._seconds += time.perf_counter() - started
+        if wrote or [tensor._version for tensor in tensors] != versions:
             raise InvalidArgument(
                 "fn wrote into its batch in place, so a piece that is run again would see it changed; work on a copy"
             )
-        # After the ``except`` block, whose error holds the piece's tensors.
-        if reason:
+        if reason:  # after the ``except`` block, whose error holds the piece's tensors
             self.device.reclaim()
-            if random is not None:
-                random.restore()
+            if undo is not None:
+                undo.restore()
             return None, reason
         self._note(len(indices), length, before, time.perf_counter() - started)
         waiting.drop(len(indices))
@@ -189,12 +180,12 @@ class PieceRunner:
         tensors = max(after.peak_allocated - before.allocated, 0)
         piece = Piece(samples, length, max(peak - before.allocated, 0), tensors)
         self.sizes = self.sizes.after_piece(piece, thrashed=after.alloc_retries > before.alloc_retries)
-        self.peak_bytes = max(self.peak_bytes, after.peak_reserved, after.peak_allocated)
-        self.samples, self.pieces, self._last = self.samples + samples, self.pieces + 1, samples
-        self.smallest, self.largest = min(self.smallest or samples, samples), max(self.largest, samples)
+        self._peak_bytes = max(self._peak_bytes, after.peak_reserved, after.peak_allocated)
+        self._done += samples
+        self._ran.append(samples)
         event = PieceFinished(
             samples=samples,
-            samples_done=self.samples,
+            samples_done=self._done,
             peak_bytes=max(after.peak_reserved, after.peak_allocated),
             budget_bytes=self.allowance.budget_bytes,
             seconds=seconds,
@@ -202,9 +193,9 @@ class PieceRunner:
         emit(event, self.hooks)
 
     def _shrink(self, indices: Indices, length: int, reason: str) -> None:
-        self.shortages += 1
+        self._shortages += 1
         used, budget = self.device.usage().allocated, self.allowance.budget_bytes
-        if len(indices) == 1 and self._once_more:
+        if len(indices) == 1 and self._is_last_try:
             advice = ", or send results to the host with to='cpu'" if self.may_send_results else ""
             error = DoesNotFit(
                 f"sample {indices[0]} alone does not fit: {format_bytes(used)} of a budget of {format_bytes(budget)} "
@@ -214,7 +205,7 @@ class PieceRunner:
             error.sample_index = indices[0]
             raise error
         if len(indices) == 1:
-            self._once_more = True  # another process may have taken the memory for a moment
+            self._is_last_try = True  # another process may have taken the memory for a moment
         else:
             self.sizes = self.sizes.after_shortage(len(indices), length)
         emit(PieceRetried(samples=len(indices), used_bytes=used, budget_bytes=budget, reason=reason), self.hooks)
@@ -226,17 +217,16 @@ class PieceRunner:
     def _search(self, waiting: Waiting, indices: Indices, length: int, error: Exception) -> None:
         """Find the sample of a piece that raises this error, and note it on the error.
 
-        Halves are run until one sample is left. The results of those before it are kept, so no sample that is well is
-        run twice after this. Where no sample raises it alone, the whole piece is named.
+        Halves are run until one sample is left. The results of those before it are kept, so no good sample is run
+        twice after this. If no sample raises it alone, the whole piece is named.
         """
-        if isinstance(error, AutobatchError):
-            return  # says itself what is wrong, with all samples
         bad = indices[0] if len(indices) == 1 else None
-        if bad is None and not ends_context(error):
-            bad = self._halve(waiting, indices, length, type(error))
-        where = f"samples {min(indices)} to {max(indices)}, of which none alone was found to raise it"
-        add_note(error, f"autobatch.map: raised by {where if bad is None else f'sample {bad}'}")
-        set_attributes(error, sample_index=bad)
+        if not isinstance(error, AutobatchError):  # which names its samples
+            if bad is None and not ends_context(error):
+                bad = self._halve(waiting, indices, length, type(error))
+            where = f"samples {min(indices)} to {max(indices)}, of which none alone was found to raise it"
+            add_note(error, f"autobatch.map: raised by {where if bad is None else f'sample {bad}'}")
+            set_attributes(error, sample_index=bad)
 
     def _halve(self, waiting: Waiting, indices: Indices, length: int, kind: type[Exception]) -> int | None:
         suspects, is_sure = indices, False
@@ -249,7 +239,7 @@ class PieceRunner:
             except Exception as error:  # noqa: BLE001 - the first one of its kind is raised
                 raised = type(error) is kind
             if done is not None:
-                self._before_error.append(done)
+                self._ready.append(done)
                 if is_sure:
                     return None
                 suspects = suspects[len(half) :]
@@ -258,3 +248,39 @@ class PieceRunner:
             else:
                 return None
         return suspects[0]
+
+
+@contextmanager
+def eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep all layers of these modules in eval mode inside the block, unless the block changes that."""
+    modes = [(layer, layer.training) for module in modules for layer in module.modules()]
+    trained = [(module, module.training) for module in modules if any(layer.training for layer in module.modules())]
+    try:
+        for module, _ in trained:
+            module.eval()
+        yield
+    finally:
+        with deferred_interrupts():
+            for module, mode in trained:
+                module.train(mode)  # by the method, which a module may have of its own: LoRA layers unmerge there
+            for layer, mode in modes:
+                layer.training = mode
+
+
+class _WatchedArrays:
+    """Copies of arrays, which count no writes, while a function runs on views of them.
+
+    Read-only views would be cheaper, but ``torch.from_numpy`` warns of them, and much compiled code takes none.
+    """
+
+    def __init__(self, leaves: Iterable[Any]) -> None:
+        """Copy those that are arrays and can be written into."""
+        self._pairs = [(leaf, leaf.copy()) for leaf in leaves if is_array(leaf) and leaf.flags.writeable]
+
+    def restore(self) -> bool:
+        """Undo what was written; returns whether something was."""
+        # Bits, not values: nan equals itself, and of objects it is asked whether they are the same.
+        written = [(array, copy) for array, copy in self._pairs if array.tobytes() != copy.tobytes()]
+        for array, copy in written:
+            array[...] = copy
+        return bool(written)

@@ -1,10 +1,9 @@
 """Decides what the samples of a ``map`` are, and hands out the next ones that have not run.
 
-The input is either one batch, which is cut, or samples, which are collated:
-
-- One batch: a tensor, an array, a mapping, a tuple, a dataclass, an object of a registered type, ``batches.Fields``.
-- Samples: a list, a Dataset, an iterator, any other iterable; each entry is one sample.
-- A ``DataLoader`` gives batches, one after another, each of which is cut; they are not joined.
+- One batch, which is cut: a tensor, an array, a mapping, a tuple, a dataclass, an object of a registered type,
+  ``batches.Fields``.
+- Samples, which are collated: a list, a Dataset, an iterator, any other iterable; each entry is one sample.
+- A ``DataLoader`` gives batches. Each of them is cut; they are not joined.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -25,67 +24,20 @@ from autobatch.batch.lengths import ByLength, LengthOf
 from autobatch.batch.registry import Fields, find_type
 from autobatch.batch.tree import field_names, is_array, leaves_of, map_tensors, tensors_of, with_fresh_containers
 from autobatch.errors import InvalidArgument
-from autobatch.inference.guards import set_attributes
 from autobatch.memory.device import Device
 
-__all__ = [
-    "BatchSamples",
-    "Collate",
-    "SingleSamples",
-    "Waiting",
-    "are_samples",
-    "count_samples",
-    "iterate",
-    "read_lengths",
-]
-
 Collate = Callable[[list[Any]], Any]
+Indices = range | list[int]
 Lengths = LengthOf | Sequence[int]
 """A function of a sample that gives an int, or of a batch that gives one int a sample; or one int a sample."""
 
 _WINDOW = 256  # samples of a stream that are sorted by length at once, at least
-_END = object()  # of the samples; StopIteration of the user's length_of() is an error
 _PIECES_IN_WINDOW = 16  # and as many as this many pieces have: each is then of like lengths
+_END = object()  # of the samples; StopIteration of the user's length_of() is an error
 
 
-class Waiting(Protocol):
-    """Samples that have not run, in the order in which they are to run."""
-
-    def head(self, piece: int) -> int | None:
-        """The length of the next sample (1 where lengths are not known); ``None`` where none is left.
-
-        Args:
-            piece: Samples in the last piece.
-        """
-        ...
-
-    def left(self) -> int | None:
-        """How many there are until the last one, where that is known."""
-        ...
-
-    def ready(self, samples: int) -> range | list[int]:
-        """The indices of the next samples: as many as asked for, or fewer where no more are left."""
-        ...
-
-    def batch(self, indices: range | list[int], device: Device) -> Any:
-        """These samples, which ``ready`` gave, as a batch on the device; may be asked for again."""
-        ...
-
-    def drop(self, samples: int) -> None:
-        """So many have run."""
-        ...
-
-    def tensors(self, samples: int) -> Iterable[torch.Tensor]:
-        """The user's own tensors with the next samples, of which a piece may be views."""
-        ...
-
-    def arrays(self, indices: range | list[int]) -> Iterable[Any]:
-        """The user's own NumPy arrays, as far as a piece of these samples may be views of them."""
-        ...
-
-
-class BatchSamples(Waiting):
-    """The samples of one batch, the longest first where lengths are known."""
+class BatchSamples:
+    """The samples of one batch that have not run, the longest first if lengths are known."""
 
     def __init__(self, layout: Layout, lengths: Lengths | None = None, first: int = 0) -> None:
         """Sort them.
@@ -95,57 +47,59 @@ class BatchSamples(Waiting):
             lengths: The lengths of its samples; a function is called once, with the batch.
             first: The index of its first sample among all.
         """
-        self.layout, self._position, self._first = layout, 0, first
+        self._layout, self._position, self._first = layout, 0, first
         self._has_arrays = any(map(is_array, leaves_of(layout.batch)))
-        self._lengths: list[int] | None = None
-        self._order: list[int] | None = None
-        if lengths is not None:
-            found = _measure_all(lengths, layout, first)
-            self._lengths = found
-            self._order = sorted(range(layout.count), key=lambda row: -found[row])
+        self._lengths = None if lengths is None else _measure_all(lengths, layout, first)
+        self._order: Sequence[int] = range(layout.count)
+        if self._lengths is not None:
+            self._order = sorted(self._order, key=[-length for length in self._lengths].__getitem__)
 
     def head(self, piece: int) -> int | None:
-        """The next sample of the batch."""
-        if self._position >= self.layout.count:
+        """Return the length of the next sample, 1 if lengths are not known; ``None`` where no sample is left.
+
+        Args:
+            piece: Samples in the last piece.
+        """
+        if self._position >= self._layout.count:
             return None
-        return 1 if self._order is None or self._lengths is None else self._lengths[self._order[self._position]]
+        return 1 if self._lengths is None else self._lengths[self._order[self._position]]
 
     def left(self) -> int | None:
-        """The rest of the batch; sizes by length are not divided evenly."""
-        return self.layout.count - self._position if self._order is None else None
+        """Return the number of samples left; ``None`` for sizes by length, which are not divided evenly."""
+        return self._layout.count - self._position if self._lengths is None else None
 
-    def ready(self, samples: int) -> range | list[int]:
-        """Indices among all samples: a range, unless they are sorted."""
-        stop = min(self._position + samples, self.layout.count)
-        if self._order is None:
-            return range(self._first + self._position, self._first + stop)
-        return [self._first + row for row in self._order[self._position : stop]]
+    def ready(self, samples: int) -> Indices:
+        """Return the indices of the next samples: as many as asked for, or those that are left."""
+        rows = self._order[self._position : self._position + samples]
+        if isinstance(rows, range):
+            return range(self._first + rows.start, self._first + rows.stop)
+        return [self._first + row for row in rows]
 
-    def batch(self, indices: range | list[int], device: Device) -> Any:
-        """Views of the batch, or copies where they are sorted, in new containers."""
-        if isinstance(indices, range):
-            taken = self.layout.take(indices.start - self._first, indices.stop - self._first)
-        else:
-            taken = self.layout.pick([index - self._first for index in indices])
-        return with_fresh_containers(map_tensors(taken, device.move_tensor))
+    def batch(self, indices: Indices, device: Device) -> Any:
+        """Return these samples, which ``ready`` gave, as a batch on the device; again after a shortage."""
+        part = self._layout.part(self._rows_of(indices))
+        return with_fresh_containers(map_tensors(part.batch, device.move_tensor))
 
     def drop(self, samples: int) -> None:
-        """They have run."""
+        """Pass over so many samples, which have run."""
         self._position += samples
 
     def tensors(self, samples: int) -> Iterable[torch.Tensor]:
-        """List the tensors of the whole batch."""
-        return self.layout.tensors()
+        """List the user's own tensors, of which a piece may be views."""
+        return self._layout.tensors()
 
-    def arrays(self, indices: range | list[int]) -> Iterable[Any]:
-        """The rows of these samples."""
+    def arrays(self, indices: Indices) -> Iterable[Any]:
+        """Yield the user's own NumPy arrays, as far as a piece of these samples may be views of them."""
         if not self._has_arrays:
             return
-        starts = [indices.start] if isinstance(indices, range) else indices
-        rows = len(indices) if isinstance(indices, range) else 1
-        for start in starts:
-            taken = self.layout.take(start - self._first, start - self._first + rows)
-            yield from filter(is_array, leaves_of(taken))
+        rows = self._rows_of(indices)
+        for part in [rows] if isinstance(rows, range) else [range(row, row + 1) for row in rows]:
+            yield from filter(is_array, leaves_of(self._layout.part(part).batch))
+
+    def _rows_of(self, indices: Indices) -> Indices:
+        if isinstance(indices, range):
+            return range(indices.start - self._first, indices.stop - self._first)
+        return [index - self._first for index in indices]
 
 
 class _Sample(NamedTuple):
@@ -154,8 +108,11 @@ class _Sample(NamedTuple):
     length: int
 
 
-class SingleSamples(Waiting):
-    """Samples of an iterable, read when they are needed; with lengths a window of them, the longest first."""
+class SingleSamples:
+    """Samples of an iterable, read when they are needed; with lengths a window of them, the longest first.
+
+    Methods are those of ``BatchSamples``.
+    """
 
     def __init__(self, samples: Iterator[Any], collate: Collate, lengths: Lengths | None) -> None:
         """Read nothing yet."""
@@ -165,7 +122,7 @@ class SingleSamples(Waiting):
         self._error: Exception | None = None
 
     def head(self, piece: int) -> int | None:
-        """The longest sample of the window; reads the next window where this one has run."""
+        """Return the length of the longest sample of the window; read the next window where this one has run."""
         if not self._buffer:
             self._fill(1 if self._lengths is None else max(_WINDOW, _PIECES_IN_WINDOW * piece))
             self._buffer = deque(sorted(self._buffer, key=lambda sample: -sample.length))
@@ -174,33 +131,32 @@ class SingleSamples(Waiting):
             raise error
         return self._buffer[0].length if self._buffer else None
 
-    def left(self) -> int | None:
-        """Not known."""
-        return None
+    def left(self) -> None:
+        """Return ``None``: the number is not known."""
 
-    def ready(self, samples: int) -> range | list[int]:
-        """Reads as many as are missing; a window is never added to."""
+    def ready(self, samples: int) -> Indices:
+        """Read as many as are missing; a window is never added to."""
         if self._lengths is None:
             self._fill(samples)
         indices = [sample.number for sample in islice(self._buffer, samples)]
         return indices if self._lengths is not None else range(indices[0], indices[-1] + 1)
 
-    def batch(self, indices: range | list[int], device: Device) -> Any:
+    def batch(self, indices: Indices, device: Device) -> Any:
         """Collate the samples, each time again."""
         values = [sample.value for sample in islice(self._buffer, len(indices))]
         return map_tensors(self._collate(values), device.move_tensor)
 
     def drop(self, samples: int) -> None:
-        """They have run."""
+        """Drop samples that have run."""
         for _ in range(samples):
             self._buffer.popleft()
 
     def tensors(self, samples: int) -> Iterable[torch.Tensor]:
-        """List the tensors of the samples, before they are collated."""
+        """Yield the tensors of the samples, before they are collated."""
         return (tensor for sample in islice(self._buffer, samples) for tensor in tensors_of(sample.value))
 
-    def arrays(self, indices: range | list[int]) -> Iterable[Any]:
-        """List the arrays of the samples, unless they are collated into new tensors."""
+    def arrays(self, indices: Indices) -> Iterable[Any]:
+        """Yield the arrays of the samples, unless they are collated into new tensors."""
         if self._collate is default_collate:
             return ()
         samples = islice(self._buffer, len(indices))
@@ -224,8 +180,20 @@ class SingleSamples(Waiting):
             self._buffer.append(_Sample(index, value, length))
 
 
+Waiting = BatchSamples | SingleSamples
+
+
+def set_attributes(error: Exception, **values: Any) -> None:
+    """Set what its class allows."""
+    for name, value in values.items():
+        try:
+            setattr(error, name, value)
+        except AttributeError:  # a class whose attributes cannot be set
+            return
+
+
 def are_samples(given: Any) -> bool:
-    """Whether each entry of it is a sample, or a loader's batch; else it is one batch."""
+    """Return whether each entry of it is a sample, or a loader's batch; else it is one batch."""
     if find_type(given) is not None or isinstance(given, Fields) or is_array(given):
         return False
     if is_source(given):
@@ -235,14 +203,14 @@ def are_samples(given: Any) -> bool:
 
 
 def count_samples(given: Any) -> int | None:
-    """How many samples there are, where their container knows it; a loader knows its batches only."""
+    """Count the samples, if their container knows it; a loader knows its batches only."""
     if isinstance(given, IterableDataset | DataLoader) or not hasattr(given, "__len__"):
         return None
     return len(given)
 
 
 def iterate(given: Any) -> Iterator[Any]:
-    """Every sample of a list, Dataset or other iterable, one by one; a Dataset with a length is read by index."""
+    """Return every sample of a list, Dataset or other iterable; a Dataset with a length is read by index."""
     if isinstance(given, IterableDataset | list) or not is_source(given) or isinstance(given, DataLoader):
         return iter(given)
     if not hasattr(given, "__len__"):
@@ -255,7 +223,7 @@ def read_lengths(cut: Any, samples: int | None) -> Lengths | None:
 
     Args:
         cut: The argument of ``map``.
-        samples: How many there are; ``None`` where that is not known.
+        samples: Number of samples; ``None`` if it is not known.
 
     Raises:
         InvalidArgument: It is something else.
@@ -293,7 +261,7 @@ def _measure_one(lengths: Lengths, index: int, sample: Any) -> int:
 
 
 def _measure_all(lengths: Lengths, layout: Layout, first: int) -> list[int]:
-    """The lengths of a batch whose first sample has this index."""
+    """Return the lengths of a batch whose first sample has this index."""
     if not callable(lengths):
         return [_check_length(_look_up(lengths, first + row), first + row) for row in range(layout.count)]
     given: Any = lengths(layout.batch)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from autobatch.errors import InvalidArgument
+
+_GOLDEN = (5**0.5 - 1) / 2
 
 Objective = Literal["throughput", "memory"]
 
@@ -104,3 +107,40 @@ def _check_samples(total: int, largest: int = 1) -> None:
         raise InvalidArgument(f"a batch must have at least one sample, not {total}")
     if largest < 1:
         raise InvalidArgument(f"a micro-batch must have at least one sample, not at most {largest}")
+
+
+def choose_rows(n: int, count: int) -> list[int]:
+    """Choose ``n`` of ``count`` samples that show what all are like, in order; beyond the count each several times.
+
+    Samples that belong together must be chosen together, or they do not show it. So four or more are rows 2i and
+    2i + 1. If the batch is large enough, half of them are half a batch further on (of an odd half, one of the two).
+    """
+    if not 4 <= n < count:
+        return [index * count // n for index in range(n)]
+    pairs, of_half = (n + 1) // 2, count // 4
+    if (pairs + 1) // 2 <= of_half:
+        firsts = [2 * pair for pair in spread_evenly((pairs + 1) // 2, of_half)]
+        firsts += [count // 4 * 2 + first for first in firsts]
+    else:
+        firsts = [2 * pair for pair in spread_evenly(pairs, count // 2)]
+    return [first + side for first in firsts for side in (0, 1)][:n]
+
+
+def spread_evenly(n: int, count: int) -> list[int]:
+    """Choose ``n`` of the indices below ``count``, one from each of ``n`` equal ranges, the first among them.
+
+    The distance is not fixed: samples that repeat with a period (one of each class in turn) could all be the same. The
+    golden ratio places each index in its range, since its multiples are spread over 0 to 1 without a period. If the
+    distance still varies, each index has another remainder when divided by ``n``: a period of ``n`` is seen whole.
+    """
+    bounds = [*pairwise(index * count // n for index in range(n + 1))]
+    anywhere = [low + int(index * _GOLDEN % 1 * (high - low)) for index, (low, high) in enumerate(bounds)]
+    unlike = [_move_row(row, bounds[index], (index - row) % n, n) for index, row in enumerate(anywhere)]
+    distances = {after - before for before, after in pairwise(unlike)}
+    return anywhere if len(distances) == 1 < n - 1 else unlike
+
+
+def _move_row(row: int, bounds: tuple[int, int], distance: int, back: int) -> int:
+    """Return ``distance`` rows on, or ``back`` from there, wherever that is inside its range."""
+    choices = (row + distance, row + distance - back)
+    return next((choice for choice in choices if bounds[0] <= choice < bounds[1]), row)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from autobatch.batch.cut import Group, MicroBatch
-from autobatch.batch.layout import Layout, describe
+from autobatch.batch.cut import Group
+from autobatch.batch.layout import Layout, MicroBatch, describe
 from autobatch.batch.tree import map_tensors
 from autobatch.distributed.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, OtherRankShort, RunAgain
 from autobatch.distributed.pass_record import PassDiffers

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from autobatch.batch.cut import Group, MicroBatch, divide
-from autobatch.batch.layout import refuse_meta
+from autobatch.batch.cut import Group, divide
+from autobatch.batch.layout import MicroBatch, refuse_meta
 from autobatch.batch.lengths import check_trimmed
 from autobatch.errors import InvalidArgument
 from autobatch.planning.planner import least_size
@@ -37,7 +37,8 @@ def cut(workload: Workload, groups: Iterable[Group], largest: int, smallest: int
                 samples = part.samples()
                 if part.trim is not None and group.lengths is not None:
                     check_trimmed(group.lengths, part, group.lengths.values[start : start + part.size], samples)
-                micro_batches.append(part._replace(weights=workload.weights_of(samples, part.size)))
+                weights = workload.weights_of(samples, part.size)
+                micro_batches.append(part._replace(weights=weights, counts=max(weights.values()) > 0))
             start += part.size
     return micro_batches
 

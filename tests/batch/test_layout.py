@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workloads import cut
 
-from autobatch.batch.layout import choose_rows, describe, is_empty
+from autobatch.batch.layout import describe, is_empty
 from autobatch.batch.tree import count_elements, fields_of, tensors_of
 from autobatch.errors import InvalidArgument
+from autobatch.planning.planner import choose_rows
 
 # A batch as a function of which of its samples are wanted, in which order.
 Build = Callable[[Sequence[int]], Any]

@@ -326,22 +326,3 @@ def test_unequal_rows_are_never_counted(sizes: list[int]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read(batch, {})
     assert sum(f" has {size}" in str(caught.value) for size in set(sizes)) == min(4, len(set(sizes)))
-
-
-@pytest.mark.parametrize(
-    ("batch", "shape"),
-    [
-        ((ROWS(16, 3), ROWS(48, 3)), "(16, 3, ...)"),
-        ({"labelled": ROWS(4, 2), "unlabelled": ROWS(28, 2)}, "(4, 7, ...)"),
-        ({"query": ROWS(8, 2), "labels": ROWS(8), "documents": ROWS(16, 5)}, "(8, 2, ...)"),
-        ((ROWS(16, 3), ROWS(40, 3)), None),
-        ((ROWS(2, 3), ROWS(4, 3), ROWS(8, 3)), None),
-    ],
-)
-def test_several_entries_a_sample_are_exact_in_one_shape(batch, shape):
-    """Unlabelled images beside labelled ones: where one number is a multiple of the other, the shape is named."""
-    with pytest.raises(InvalidArgument, match="number of samples is unclear") as caught:
-        read(batch, {})
-    assert ("flattened inside the step" in str(caught.value)) == (shape is not None)
-    assert shape is None or shape in str(caught.value)
-    assert "\n" not in str(caught.value)

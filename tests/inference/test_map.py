@@ -7,7 +7,6 @@ shortages and errors (``test_failures``), nor budgets (``test_budgets``).
 from __future__ import annotations
 
 import itertools
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -18,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lines import AtLine, interrupt
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -403,22 +401,6 @@ def test_what_is_not_searched_is_named_once(caplog):
         "keeps its mode, also train mode; pass the module itself as fn, hold fewer objects beside it, or call .eval() "
         "on it"
     )
-
-
-def test_an_interrupt_at_any_line_leaves_no_layer_in_eval_mode():
-    """Of the lines that change modes and put them back; the first has changed nothing."""
-    position, where = 0, "the first line"
-    while where:
-        position += 1
-        model = Moody()
-        with (
-            AtLine(position, interrupt, ("autobatch.inference.guards",)) as interrupted,
-            suppress(KeyboardInterrupt),
-        ):
-            run(model, INPUTS)
-        where = interrupted.where
-        assert (model.training, model.drop.training, model.norm.training) == (True, True, False), where
-    assert position > 20
 
 
 def test_modes_are_the_user_s_between_results():
