@@ -1122,7 +1122,7 @@ def test_many_ranks_are_refused_before_anything_runs(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     expected = (
-        "4 ranks are running and the model is Plain, whose gradients nobody sums over them: pass "
+        "4 ranks are running, and gradients of Plain are not summed over them: pass "
         "torch.nn.parallel.DistributedDataParallel(model) or fully_shard(model), or plan on one rank and use "
         "plan.settings()"
     )

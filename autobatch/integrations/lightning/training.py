@@ -284,7 +284,7 @@ class Optimization:
         self._is_searched = True
 
     def _all_or_none(self) -> AbstractContextManager[list[Any]]:
-        """A block of all ranks, at whose end each knows what the others have said."""
+        """Block of all ranks; at its end the list holds what each has appended."""
         if self._trainer.world_size == 1:
             return nullcontext([])
         return all_or_none(find_ranks(self._trainer.strategy.model), "Autobatch(), what is logged")
