@@ -48,7 +48,7 @@ class StepAgreement:
             CannotRetry: Another rank has failed in the update.
             RankLost: Another rank is gone or did not answer.
         """
-        with deferred_interrupts():  # every rank notes the point, or none
+        with deferred_interrupts():  # every rank notes the same of this exchange
             messages = self._exchange(point, values)
             if failures := find_failures(messages):
                 raise self.refuse(self._explain(self._channel.list_by_rank(failures)))

@@ -127,7 +127,16 @@ class SharedStep:
         self._ranks.reduction.reserve(whole, device)
         narrow, wide = (torch.empty((), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64))
         with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the sum
-            gathered = self._gather_ready(parameters, slots, loss, None if unit is None else counted, unit)
+            self._ranks.own_time.stop()
+            gathered = self._agreement.gather(
+                "ready",
+                gradients=_pack(slot.has_any() for slot in slots),
+                trains=_pack(parameter.requires_grad for parameter in parameters if not has_shards(parameter)),
+                counted=None if unit is None else counted,
+                unit=unit,
+                runs=loss is not None,
+                wide=loss is not None and loss.dtype is torch.float64,
+            )
             counts = self._read_counts(gathered)
             if not counts:
                 self._agreement.end()
@@ -139,26 +148,6 @@ class SharedStep:
             self._ranks.reduction.sum([*_find_wanted(slots, gathered), total], factor)
         _correct([parameter for parameter in parameters if has_shards(parameter)], sums, factor)
         return total.result
-
-    def _gather_ready(
-        self,
-        parameters: Sequence[torch.Tensor],
-        slots: Sequence[GradientSlot],
-        loss: torch.Tensor | None,
-        counted: float | None,
-        unit: float | None,
-    ) -> list[dict[str, Any]]:
-        """Exchange that the gradient is there, and what each rank has of it."""
-        self._ranks.own_time.stop()
-        return self._agreement.gather(
-            "ready",
-            gradients=_pack(slot.has_any() for slot in slots),
-            trains=_pack(parameter.requires_grad for parameter in parameters if not has_shards(parameter)),
-            counted=counted,
-            unit=unit,
-            runs=loss is not None,
-            wide=loss is not None and loss.dtype is torch.float64,
-        )
 
     def _read_counts(self, gathered: Sequence[dict[str, Any]]) -> list[float | None]:
         """Return the counts of the ranks that ran anything: each has one, or none has."""

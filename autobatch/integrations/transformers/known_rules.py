@@ -24,8 +24,8 @@ _log = logging.getLogger("autobatch")
 _MOST_TEXTS = 8
 """Values of an entry that is a text, after which it is taken for a file's name or the like; not the next:"""
 _LEFT_OUT = (
-    "%s: the text %r of a batch has had %d values, and none has changed how the loss is divided: from now "
-    "on it is not looked at; where the loss depends on it, name it 'dataset_name'"
+    "%s: the text %r of a batch has had %d values, and none changed how the loss is divided, so it is ignored from now "
+    "on: if the loss depends on it, name it 'dataset_name'"
 )
 DATASET = "dataset_name"
 """Where sentence-transformers names the dataset of a batch, by which it takes the loss."""

@@ -152,7 +152,7 @@ class TrainingStep:
         ways = "; ".join(f"rank {rank}: {rule}" for rank, rule in enumerate(found))
         refusal = InexactSplit(
             f"{name}: no way was found to split this loss exactly: the ranks' batches have different losses ({ways}); "
-            f"check='warn' trains all the same"
+            f"check='warn' trains anyway"
         )
         if self._options.fit["check"] == "raise":
             raise refusal
@@ -304,4 +304,4 @@ class TrainingStep:
                     raise
                 reason = describe_error(error)
             self.device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
-        raise DoesNotFit(f"memory ended while the batch was divided ({reason}); everything is as before the step")
+        raise DoesNotFit(f"ran out of memory while dividing the batch ({reason}); the step was undone")
