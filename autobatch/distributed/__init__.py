@@ -1,1 +1,1 @@
-"""Lets several ranks train together: exchanges what each has to know, and sums their gradients."""
+"""Lets several ranks train together: one exchange of messages, one sum of gradients, all steps done or none."""

@@ -1,229 +1,219 @@
-"""Exchanges messages of a few hundred bytes among all ranks, beside the process group that trains.
+"""Exchanges small messages among all ranks, beside the process group that trains.
 
-The group is gloo's, since it lives on the host: an exchange waits for no device. A peer whose process is gone ends it
-at once, as the kernel closes its sockets. NCCL would wait for its timeout.
+The channel is a gloo group. It lives on the host, so an exchange waits for no device. If a peer's process is gone, the
+kernel closes its sockets and the exchange ends at once, while NCCL would wait for its timeout.
 """
-# ruff: noqa: SLF001 - torch has no public name for a group's timeout
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes  # torch has no public way to pause a budget's mode
 
-from autobatch.distributed.roll_call import Process, RollCall, find_process, in_words
+from autobatch._user_errors import contextmanager
+from autobatch.distributed.lost_ranks import LostRanks, Process, find_process, show_seconds
 from autobatch.errors import RankLost
 from autobatch.undo.interrupts import deferred_interrupts
 
-__all__ = ["Channel", "open_channel"]
-
-_SLOT = 1024
-"""Bytes of each rank in one exchange; what is longer takes a second one."""
-
-_HEAD = 8
-_UNKNOWN_TIMEOUT = timedelta(minutes=30)
-"""torch's own default (``default_pg_timeout`` in torch/distributed/constants.py), where a group's cannot be read."""
-
+_SLOT_BYTES = 1024  # of each rank in one exchange; a longer message takes a second one
+_HEAD_BYTES = 8  # of a slot, for the message's length
+_UNKNOWN_TIMEOUT = timedelta(minutes=30)  # torch's default_pg_timeout, if a group's own cannot be read
 _REPORTED = "_autobatch_reported"
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
-_opened: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # how often, as each rank counts it
+_opened: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # number of channels made for each group
 _open: WeakSet[Channel] = WeakSet()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Block that other ranks wait for: neither an interrupt nor a memory budget may end it in the middle."""
+    with deferred_interrupts(), _disable_current_modes():
+        yield
 
 
 class Channel:
     """Exchanges among the ranks of a process group, one at a time.
 
     Attributes:
-        rank: Of this process, within the group.
-        size: Ranks of the group.
-        members: Their ranks in the default process group, which is how messages name them.
-        timeout: How long an exchange waits for the others.
-        agreed: How many blocks all ranks have done together.
+        rank: Rank of this process within the group.
+        size: Number of ranks in the group.
+        members: Their ranks in the default process group, which messages show.
+        timeout: Longest time that an exchange waits for the other ranks.
+        agreed: Number of blocks that all ranks have finished together.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Make the group on the host. Collective: every rank of ``group`` makes its own at the same point.
+        """Make the gloo group. Collective: every rank of ``group`` makes its own at the same point.
 
         Raises:
-            RankLost: A rank did not come.
+            RankLost: A rank did not make the same call in time.
         """
-        self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
+        owner: Any = group or dist.group.WORLD
+        self.members: list[int] = dist.get_process_group_ranks(owner)
         self.rank, self.size = dist.get_rank(group), len(self.members)
-        self.timeout = _timeout_of(group)
-        own: Any = group or dist.group.WORLD
-        self._name, self._lost, self._exchanges = own.group_name, "", 0
-        self.agreed, self._blocks = 0, 0
-        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._roll_call = RollCall(self.members, self.rank, self._name)
-        self._group = self._open_group(own)
+        self.timeout, self.agreed = _timeout_of(owner), 0
+        self._name, self._loss, self._exchanges, self._blocks = owner.group_name, "", 0, 0
+        self._memory: list[tuple[bytearray, torch.Tensor]] = []
+        self._lost_ranks = LostRanks(self.members, self.rank, self._name)
+        self._group = self._open_group(owner)
         _open.add(self)
-        self._roll_call.processes = [Process(*said) for said in self.exchange(find_process())]
+        self._lost_ranks.processes = [Process(*fields) for fields in self.exchange(find_process())]
 
     def exchange(self, message: Any) -> list[Any]:
-        """Say something that JSON can hold; returns what each rank said, by rank.
+        """Send a message that JSON can hold to all ranks; return the message of each rank, by rank.
 
         Raises:
-            RankLost: A rank is gone, or did not come within the timeout. Every later exchange raises it again.
+            RankLost: A rank is gone or did not answer within the timeout. Every later exchange raises it again.
         """
-        if self._lost:
-            raise RankLost(self._lost)
+        if self._loss:
+            raise RankLost(self._loss)
         if not dist.is_initialized():
             raise RankLost(
-                "the process group was destroyed: make one again, wrap the model in it, and make the Runner anew"
+                "the process group was destroyed: initialize it again, wrap the model in it, and make a new Runner"
             )
         self._exchanges += 1
         content = json.dumps(message).encode()
         try:
-            # A budget counts the step's tensors, not these; an interrupt must not end one of two gathers.
-            with deferred_interrupts(), _disable_current_modes():
-                rows = self._gather(content[: _SLOT - _HEAD], len(content), _SLOT)
-                longest = max(length for length, _ in rows)
-                if longest > _SLOT - _HEAD:
-                    rows = self._gather(content, len(content), longest + _HEAD)
+            with uninterrupted():
+                rows = self._gather(content[: _SLOT_BYTES - _HEAD_BYTES], len(content), _SLOT_BYTES)
+                longest = max(length for length, _ in rows) + _HEAD_BYTES
+                if longest > _SLOT_BYTES:
+                    rows = self._gather(content, len(content), longest)
         except RuntimeError as error:  # gloo has no type of its own for a peer that is gone
             reason = _first_line(error)
         else:
             return [json.loads(body) for _, body in rows]
         raise self.lose(reason)
 
+    def list_by_rank(self, texts: Mapping[int, Any]) -> str:
+        """Show a text of each rank in one line, for a message."""
+        return "; ".join(f"rank {self.members[rank]}: {text}" for rank, text in texts.items())
+
     def begin_block(self) -> None:
-        """Whatever is raised from now on is news to the other ranks, be it an error that was reported before."""
+        """Begin a block; an error that was reported before counts as a new one from here on."""
         self._blocks += 1
 
     def note_reported(self, error: BaseException) -> None:
-        """All ranks have heard of this error, which is on its way out here: it must not be reported again.
+        """Note that all ranks know of this error, so that nobody reports it again until the next block or exchange.
 
-        Noted on the error, since another one may get its ``id`` when it is gone, and a reference would hold its frames.
+        The note is on the error: its ``id`` may be given to another one later, and a reference would hold its frames.
         """
         vars(error)[_REPORTED] = self._now()
 
-    def was_reported(self, error: BaseException) -> bool:
-        """Whether all ranks have heard of this error, or of one that it was raised in place of."""
-        return any(vars(one).get(_REPORTED) == self._now() for one in _with_causes(error))
+    def was_reported(self, error: BaseException | None) -> bool:
+        """Return whether all ranks know of this error, or of an earlier one that led to it."""
+        seen = set[int]()
+        while error is not None and id(error) not in seen:
+            if vars(error).get(_REPORTED) == self._now():
+                return True
+            seen.add(id(error))
+            error = error.__context__ if error.__cause__ is None else error.__cause__
+        return False
 
     def _now(self) -> tuple[str, int, int]:
-        """Until the next block or exchange."""
         return self._name, self._blocks, self._exchanges
 
     def close(self) -> None:
-        """End the threads of the group on the host; every later exchange raises ``RankLost``.
-
-        Not where a rank is lost: gloo may wait for it in vain.
-        """
-        if self._lost:
-            return
-        self._lost = "the channel between the ranks is closed: this process ends"
-        del self._group  # its last reference joins the threads
+        """End the threads of the gloo group; every later exchange raises ``RankLost``."""
+        if not self._loss:  # else gloo may wait for the lost rank
+            self._loss = "the channel between the ranks is closed: this process ends"
+            del self._group  # dropping the last reference joins the threads
 
     def lose(self, reason: str) -> RankLost:
-        """The error of a collective that broke off, here or in the group that trains, with who is gone."""
-        self._lost = self._lost or self._roll_call.find_lost(reason, self._exchanges, self.timeout)
-        return RankLost(self._lost)
+        """Return the error of a collective that broke off, here or in the training group; it names the lost rank."""
+        self._loss = self._loss or self._lost_ranks.find(reason, self._exchanges, self.timeout)
+        return RankLost(self._loss)
 
     def give_up(self, reason: str) -> RankLost:
-        """The error of this rank where others wait for it in vain; they find the reason when they no longer wait."""
-        own = f"{self._roll_call.name(self.rank)} could not go on: {reason}"
-        if not self._lost:
-            self._roll_call.publish(own)
-        self._lost = self._lost or own
-        return RankLost(self._lost)
+        """Return the error of a rank that cannot continue while others wait for it; they get the same one."""
+        if not self._loss:
+            self._loss = f"{self._lost_ranks.name(self.rank)} could not continue: {reason}"
+            self._lost_ranks.publish(self._loss)
+        return RankLost(self._loss)
 
-    def _open_group(self, own: dist.ProcessGroup) -> Any:
-        """The group on the host.
+    def _open_group(self, owner: dist.ProcessGroup) -> Any:
+        """Make the gloo group under a name that only its own ranks share.
 
-        Not by ``dist.new_group``: where some ranks make one, each looks for the others under a name that has in it how
-        many groups this rank is in by itself, and another may be in more (torch 2.13).
+        ``dist.new_group`` cannot be used. Its name holds the number of groups that a rank is in, and another rank may
+        be in more groups (torch 2.13).
         """
-        number = _opened[own] = _opened.get(own, 0) + 1
+        number = _opened[owner] = _opened.get(owner, 0) + 1
         c10d: Any = dist.distributed_c10d
-        store = c10d.PrefixStore(f"autobatch/{self._name}/{number}", c10d._get_default_store())
+        store = c10d.PrefixStore(f"autobatch/{self._name}/{number}", c10d._get_default_store())  # noqa: SLF001 - no public name
         try:
             store.set(f"came/{self.rank}", "here")
             return c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=self.timeout)
         except RuntimeError as error:
             raise RankLost(
-                f"{self._roll_call.name_absent(store)} did not come to the same call within {in_words(self.timeout)} "
+                f"{self._lost_ranks.name_absent(store)} did not make the same call within {show_seconds(self.timeout)} "
                 f"({_first_line(error)})"
             ) from error
 
     def _gather(self, content: bytes, length: int, slot: int) -> list[tuple[int, bytes]]:
-        """Each rank's full length and the bytes of it that are in its slot.
+        """Return each rank's full length and the bytes of its message that fit its slot.
 
-        Every rank sends its own to every other: gloo's gather goes round in a ring, which took 1.4 to 2 times as long
-        on 2 to 4 ranks, and there a rank that is gone is noticed by its neighbours only.
+        Every rank sends its message to every other one. gloo's gather goes round in a ring: it took 1.4 to 2 times as
+        long on 2 to 4 ranks, and only the neighbours of a lost rank notice it.
         """
-        row = (length.to_bytes(_HEAD, "big") + content).ljust(slot, b"\0")
-        sent, heard = self._buffers_for(slot)
-        ctypes.memmove(sent.data_ptr(), row * self.size, slot * self.size)
-        self._group.alltoall_base(heard, sent, [], []).wait()
-        rows = ctypes.string_at(heard.data_ptr(), slot * self.size)  # bytes(storage) takes 3 ms
+        row = (length.to_bytes(_HEAD_BYTES, "big") + content).ljust(slot, b"\0")
+        (to_send, sent), (received_bytes, received) = self._find_memory(slot * self.size)
+        to_send[:] = row * self.size
+        self._group.alltoall_base(received, sent, [], []).wait()
         found = []
-        for start in range(0, len(rows), slot):
-            length = int.from_bytes(rows[start : start + _HEAD], "big")
-            found.append((length, rows[start + _HEAD : start + min(slot, _HEAD + length)]))
+        for start in range(0, slot * self.size, slot):
+            body = start + _HEAD_BYTES
+            length = int.from_bytes(received_bytes[start:body], "big")
+            found.append((length, bytes(received_bytes[body : min(start + slot, body + length)])))
         return found
 
-    def _buffers_for(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is sent and what is heard, of bytes.
+    def _find_memory(self, size: int) -> list[tuple[bytearray, torch.Tensor]]:
+        """Return memory to send and to receive, each as bytes and as a tensor on them.
 
-        Kept from one exchange to the next: gloo's thread lets go of them some time after it, and where it is the last
-        one to do so it has to wait for the interpreter.
+        It is kept for the next exchange. gloo's thread drops its references some time later; dropping the last one
+        needs the interpreter's lock.
         """
-        size = slot * self.size
-        if self._buffers is None or len(self._buffers[0]) != size:
-            with torch.inference_mode(mode=False):  # else they could be written in no other mode
-                sent, heard = (torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(2))
-            self._buffers = sent, heard
-        return self._buffers
+        if not self._memory or len(self._memory[0][0]) != size:
+            with torch.inference_mode(mode=False):  # an inference tensor could not be written in another mode
+                parts = [bytearray(size) for _ in range(2)]
+                self._memory = [(part, torch.frombuffer(part, dtype=torch.uint8)) for part in parts]
+        return self._memory
 
 
 def open_channel(group: dist.ProcessGroup | None) -> Channel:
     """Return the one channel of a process group. Collective the first time."""
-    own: Any = group or dist.group.WORLD
-    if own not in _channels:
-        with deferred_interrupts():  # the others have theirs when this rank has it
-            _channels[own] = Channel(group)
-    return _channels[own]
+    owner: Any = group or dist.group.WORLD
+    if owner not in _channels:
+        with deferred_interrupts():  # all ranks have their channel, or none
+            _channels[owner] = Channel(group)
+    return _channels[owner]
 
 
 @atexit.register
 def _close_all() -> None:
-    """Before the interpreter ends: a thread of gloo that then still holds a message's tensors would abort the process.
+    """Close all channels before the interpreter ends.
 
-    It lets go of them some time after the exchange, needs the interpreter for that, and is ended by ``pthread_exit``
-    inside a destructor (https://github.com/pytorch/pytorch/issues/38228, https://github.com/pytorch/pytorch/pull/179291).
+    A thread of gloo drops a message's tensors some time after the exchange. If the interpreter ends first, the thread
+    is ended inside a destructor, which aborts the process (https://github.com/pytorch/pytorch/issues/38228).
     """
     for channel in list(_open):
         channel.close()
 
 
-def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """Return the process group's own timeout: ``new_group`` would take half an hour, whatever that is."""
+def _timeout_of(owner: Any) -> timedelta:
+    """Read the timeout of a process group, for which torch has no public name."""
     try:
-        own: Any = group or dist.group.WORLD
-        found: timedelta = own._get_backend(own._device_types[0]).options._timeout
+        found: timedelta = owner._get_backend(owner._device_types[0]).options._timeout  # noqa: SLF001
     except (AttributeError, RuntimeError, IndexError):
         return _UNKNOWN_TIMEOUT
     return found
-
-
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and those in whose place it was raised, the last one first."""
-    seen: set[int] = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        yield following
-        following = following.__context__ if following.__cause__ is None else following.__cause__
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,68 +1,117 @@
-"""Divides the target batch and shared memory among the ranks that fit a plan together."""
+"""Divides the target batch and shared memory among the ranks that call ``fit`` together, and shares their trials."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from autobatch.distributed.data_parallel import refuse_sharded_optimizer
-from autobatch.distributed.ranks import Ranks, describe_parameters, refuse_differences
-from autobatch.distributed.shared_trials import SharedTrials
+from autobatch.distributed.ranks import Ranks, all_or_none, describe_parameters, refuse_differences
+from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.planning.plan_record import RankPlan
 from autobatch.planning.shares import Share, share_target
+from autobatch.records import Trial
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.workload import Workload
 
-__all__ = ["Division"]
+_LARGEST = (
+    *("peak_allocated", "peak_reserved", "optimizer_peak", "alloc_retries", "seconds", "backward_allocated"),
+    *("backward_reserved", "resident_bytes", "held_bytes"),
+)
+_OUTCOMES = ("fits", "thrash", "oom")  # from the best to the worst
+
+
+class SharedTrials:
+    """Trials that all ranks run together, with one outcome, if parameters are sharded; else each rank runs its own.
+
+    Attributes:
+        are_shared: Whether parameters are sharded.
+    """
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        """``None``: this process trains alone."""
+        self._ranks, self._lockstep = ranks, None if ranks is None else ranks.lockstep
+        self.are_shared = self._lockstep is not None
+
+    def block(self) -> AbstractContextManager[None]:
+        """Block of a trial with passes; it raises DoesNotFit if another rank runs out of memory."""
+        return nullcontext() if self._lockstep is None else self._lockstep.block("trial")
+
+    def gathered_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that take gathered parameters; torch frees their memory between passes."""
+        return gathered_tensors(self._ranks.model) if self._ranks is not None and self.are_shared else []
+
+    def unsharded_parameters(self) -> list[torch.Tensor]:
+        """Return extra tensors that count as parameters in a graph, if parameters are sharded."""
+        return unsharded_parameters(self._ranks.model) if self._ranks is not None and self.are_shared else []
+
+    def agree(self, trial: Trial) -> Trial:
+        """Return the trial as the worst rank has measured it."""
+        trials = [Trial.model_validate(fields) for fields in self._gather(trial.model_dump())]
+        worst = max(trials, key=lambda trial: _OUTCOMES.index(trial.outcome))
+        return worst.model_copy(update={name: max(getattr(trial, name) or 0 for trial in trials) for name in _LARGEST})
+
+    def smallest(self, limit_bytes: int) -> int:
+        """Return the smallest limit of all ranks; 0 means no limit."""
+        return min((limit for limit in self._gather(limit_bytes) if limit), default=0)
+
+    def any(self, flag: bool) -> bool:  # noqa: FBT001 - as the builtin
+        """Return whether the flag is true on any rank."""
+        return any(self._gather(flag))
+
+    def _gather(self, value: Any) -> list[Any]:
+        with all_or_none(self._ranks if self.are_shared else None, "fit(), a trial") as gathered:
+            gathered.append(value)
+        return gathered
 
 
 class Division:
-    """How the samples of a target batch are divided; one rank has all.
+    """Division of a target batch among the ranks; one rank has all of it.
 
     Attributes:
         target: Samples of an optimizer step over all ranks.
-        rank: This one.
-        size: How many there are.
-        is_known: Whether the shares are known before the search; with ``share="speed"`` they follow from it.
-        samples: What this rank searches a size for; from ``divide`` on, its share. Where parameters are sharded, all
-            ranks search one for the largest share.
-        shares: Each rank's, once they are known; empty for one rank.
-        trials: What the ranks share in the search.
+        rank: This rank.
+        size: Number of ranks.
+        is_known: Whether the shares are known before the search; ``share="speed"`` needs its rates.
+        samples: Samples for which this rank searches a size; from ``divide`` on, its share. With sharded parameters
+            all ranks search for the largest share.
+        shares: Samples of each rank, once they are known; empty for one rank.
+        trials: Trials that the ranks run together.
     """
 
     def __init__(self, ranks: Ranks | None, target: int, share: Share) -> None:
-        """Find this rank's share, or with ``share="speed"`` the most that it could be.
+        """Find this rank's share; with ``share="speed"``, the most that it could be.
 
         Raises:
-            InvalidArgument: ``share`` does not divide this target among these ranks.
+            InvalidArgument: ``share`` cannot divide this target among these ranks.
         """
-        is_sharded = SharedTrials(ranks).are_shared
-        if is_sharded and isinstance(share, str) and share == "speed":
+        self.trials = SharedTrials(ranks)
+        if self.trials.are_shared and isinstance(share, str) and share == "speed":
             raise InvalidArgument(
-                "share='speed' is for DistributedDataParallel: with sharded parameters ranks wait for each other in "
+                "share='speed' needs DistributedDataParallel: with sharded parameters ranks wait for each other in "
                 "each micro-batch; pass share='equal', or a number of samples for each rank"
             )
         self._ranks, self._share, self.target = ranks, share, target
-        self.trials = SharedTrials(ranks)
         self.rank, self.size = (ranks.rank, ranks.size) if ranks else (0, 1)
         self._tenants = 1
         even = share_target(target, share, [1.0] * self.size)
         self.is_known = not ranks or not isinstance(share, str) or share == "equal"
         self.samples = even[self.rank] if self.is_known else target - self.size + 1
-        if is_sharded:
+        if self.trials.are_shared:
             self.samples = max(even)
         self.shares = even if self.is_known and ranks else ()
 
     def describe(
         self, workload: Workload, device: Any, *, objective: str, float32: bool, cut: str
     ) -> list[dict[str, Any]]:
-        """What this rank sends to the others before the search; nothing where there is one rank."""
+        """Return what this rank sends to the others before the search; nothing for one rank."""
         if self._ranks is None:
             return []
         refuse_sharded_optimizer(workload.optimizer)
@@ -78,50 +127,49 @@ class Division:
         }
         return [{"same": same, "memory": _name_memory(workload, device)}]
 
-    def hear(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """Read what each rank has sent, by rank.
+    def compare(self, gathered: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the arguments of all ranks, and count those that share this rank's memory.
 
         Raises:
-            InvalidArgument: They were not called alike.
+            InvalidArgument: The ranks passed different arguments.
         """
-        if self._ranks is None:
-            return
-        refuse_differences([one["same"] for one in said], self._ranks)
-        self._tenants = sum(one["memory"] == said[self.rank]["memory"] for one in said)
+        if self._ranks is not None:
+            refuse_differences([sent["same"] for sent in gathered], self._ranks)
+            self._tenants = sum(sent["memory"] == gathered[self.rank]["memory"] for sent in gathered)
 
     def reserve(self, workload: Workload) -> list[torch.Tensor]:
-        """The buckets in which gradients are summed: they lie beside each step of training, so beside each trial."""
+        """Allocate the buckets in which gradients are summed, so that trials run beside them as training does."""
         if self._ranks is None or self.trials.are_shared:
             return []
         return self._ranks.reduction.reserve([p for p in workload.parameters() if p.requires_grad])
 
     def budget(self, memory: Device, budget: Any | None) -> Any | None:
-        """The user's own; else, where ranks share one memory, this rank's part of it."""
+        """Return the user's budget, or this rank's part of a memory that several ranks share."""
         if budget is not None or self._tenants == 1:
             return budget
-        own = memory.usage().allocated
-        free = max(0, memory.available_bytes() - own)
-        return own + free // self._tenants or None
+        used = memory.usage().allocated
+        free = max(0, memory.available_bytes() - used)
+        return used + free // self._tenants or None
 
-    def divide(self, said: Sequence[Mapping[str, Any]]) -> int:
-        """Divide the target by what each rank has found; returns this one's samples.
+    def divide(self, gathered: Sequence[Mapping[str, Any]]) -> int:
+        """Divide the target by the rates of all ranks; return this rank's samples.
 
         Raises:
-            InvalidArgument: It cannot be divided by speed, as no trial was timed.
+            InvalidArgument: ``share="speed"``, and no trial was timed.
         """
         if self._ranks is not None:
-            self.shares = share_target(self.target, self._share, [one["rate"] for one in said])
+            self.shares = share_target(self.target, self._share, [sent["rate"] for sent in gathered])
             self.samples = self.shares[self.rank]
         return self.samples
 
     def describe_plan(self, plan_id: str, device: str, sizes: Sequence[int], rate: float, **found: int) -> RankPlan:
-        """What this rank sends to the others when it knows what it will run.
+        """Return what this rank sends to the others about its plan.
 
         Args:
-            plan_id: Of this rank's plan.
-            device: Its name.
-            sizes: Of the micro-batches.
-            rate: Samples a second in the trials; 0 where none was timed.
+            plan_id: Id of this rank's plan.
+            device: Name of the device.
+            sizes: Sizes of the micro-batches.
+            rate: Samples a second in the trials; 0 if none was timed.
             **found: ``peak_bytes`` and ``budget_bytes``.
         """
         return RankPlan(
@@ -136,13 +184,9 @@ class Division:
             **found,
         )
 
-    def read_plans(self, said: Sequence[Mapping[str, Any]]) -> list[RankPlan]:
-        """What each rank has sent, by rank."""
-        return [RankPlan(**one) for one in said]
-
 
 def _name_memory(workload: Workload, device: Any) -> str:
-    """Which memory this is: ranks that name the same one share it."""
+    """Name the memory of this rank; ranks with the same name share it."""
     if isinstance(device, Device):
         return f"substitute of process {os.getpid()}"
     home = next((parameter.device for parameter in workload.parameters()), torch.device("cpu"))

@@ -1,10 +1,12 @@
-"""Finds the ranks over which a model is parallel, and makes calls such as ``fit`` succeed or fail on all of them."""
+"""Finds the ranks over which a model is parallel, and lets a block of code succeed or fail on all of them."""
 
 from __future__ import annotations
 
 import hashlib
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,158 +15,141 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autobatch._user_errors import contextmanager
+from autobatch.distributed.agreement import compare_calls, find_failures, name_error
 from autobatch.distributed.channel import open_channel
 from autobatch.distributed.data_parallel import module_of, refuse_unsupported
-from autobatch.distributed.lockstep import Lockstep
-from autobatch.distributed.own_time import OwnTime
 from autobatch.distributed.reduction import Reduction
-from autobatch.distributed.sharding import group_of, is_sharded
-from autobatch.distributed.sharding_limits import refuse_unsupported_sharding
-from autobatch.distributed.step_agreement import name_error
+from autobatch.distributed.sharded.lockstep import Lockstep
+from autobatch.distributed.sharded.model import group_of, has_shards, is_sharded, refuse_unsupported_sharding
 from autobatch.errors import AutobatchError, InvalidArgument, RankFailed, RankLost
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.tensor_header import is_uninitialized
 
-__all__ = [
-    "Ranks",
-    "all_or_none",
-    "describe_parameters",
-    "find_ranks",
-    "refuse_differences",
-    "several_blocks",
-    "take_module",
-    "world_size",
-]
-
-_LOCAL_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""In names of parameters: one rank may compile the model or checkpoint a part of it, where others do not."""
+_LOCAL_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # in names of parameters, perhaps on some ranks only
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ELEMENTS_AT_ONCE = 2**20  # of a digest, which needs 8 bytes more for each
 
 
 def world_size() -> int:
-    """Ranks of the default process group; 1 without one."""
+    """Return the number of ranks in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class Ranks:
-    """This rank among the others.
+    """The ranks over which a model is parallel, and this one among them.
 
     Attributes:
-        model: Wrapped, as the user gave it.
-        reduction: Where their gradients are summed.
-        channel: Where they talk.
-        lockstep: Of a model whose parameters are sharded: its passes, which all ranks end together. ``None`` of one in
-            ``DistributedDataParallel``, whose passes talk to nobody.
-        own_time: How long this one works in a step.
-        number: Of the last block that all ranks have done; by it they know whether they run the same Runner.
+        model: The user's model, wrapped.
+        rank: Rank of this process within the model's group.
+        size: Number of ranks.
+        reduction: Sum of gradients over the ranks.
+        channel: Exchange of messages among the ranks.
+        lockstep: Passes that all ranks end together; ``None`` unless parameters are sharded.
+        own_time: Seconds of a step in which this rank works without the others.
+        number: Number of the last block that all ranks have finished; it tells one Runner from another.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         """Collective the first time that a process group is used."""
         self.model = model
         self.channel = open_channel(group)
+        self.rank, self.size = self.channel.rank, self.channel.size
         self.reduction = Reduction(group, self.channel)
         self.lockstep = Lockstep(model, self.channel) if is_sharded(model) else None
         self.own_time = OwnTime(next(model.parameters()).device)
-        self.number, self._is_over = 0, False
+        self.number, self.is_over = 0, False
 
     @property
     def wrapper(self) -> DistributedDataParallel:
-        """The model, where it is not sharded."""
+        """The model, if it is not sharded."""
         assert isinstance(self.model, DistributedDataParallel)  # noqa: S101 - narrows for mypy
         return self.model
 
-    @property
-    def rank(self) -> int:
-        """This process's, within the group of the model."""
-        return self.channel.rank
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return self.channel.size
-
-    @contextmanager
-    def several_blocks(self, call: str) -> Iterator[None]:
-        """Blocks that all ranks do or none: what fails between two of them, the others hear in the next one.
-
-        Args:
-            call: What is done, as messages name it.
-        """
-        self._is_over = False
-        self.channel.begin_block()
-        try:
-            yield
-        except BaseException as error:
-            if not self._is_over:
-                self._report_failure(call, error)
-            raise
-
-    @contextmanager
-    def all_or_none(self, call: str, *, is_last: bool = False) -> Iterator[list[Any]]:
-        """A block that fails on every rank where it fails on one.
-
-        What is appended to the list that this gives is sent to the others; at the end the list holds what each said.
-
-        Args:
-            call: What is done, as messages name it.
-            is_last: Of ``several_blocks``.
+    def agree(self, call: str, gathered: list[Any]) -> None:
+        """Exchange what this rank has gathered; the list then holds the values of all ranks, by rank.
 
         Raises:
-            RankFailed: The block has failed on another rank, or another rank does something else.
+            RankFailed: Another rank failed, or the ranks made different calls.
         """
-        said: list[Any] = []
-        self.channel.begin_block()
-        try:
-            yield said
-        except BaseException as error:
-            self._report_failure(call, error)
-            raise
-        # An interrupt after the exchange would leave this rank where the others are not.
-        with deferred_interrupts():
-            self._agree(call, said)
-            self._is_over = is_last
-
-    def _agree(self, call: str, said: list[Any]) -> None:
-        heard = self.channel.exchange({"call": call, "said": said})
-        failed = {rank: message["error"] for rank, message in enumerate(heard) if "error" in message}
-        if failed:
-            listed = "; ".join(f"rank {self.channel.members[rank]}: {reason}" for rank, reason in failed.items())
-            raise self.refuse(RankFailed(f"{call.partition(',')[0]} could not be done on each rank: {listed}"))
-        calls = [message.get("call") or message["place"] for message in heard]
-        if len(set(calls)) > 1:
-            listed = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.channel.members, calls, strict=True))
-            raise self.refuse(
-                RankFailed(
-                    f"the ranks are not at the same place ({listed}): make the same calls in the same order on each"
-                )
-            )
-        said[:] = [one for message in heard for one in message["said"]]
+        messages = self.channel.exchange({"call": call, "values": gathered})
+        if failures := find_failures(messages):
+            listed = self.channel.list_by_rank(failures)
+            raise self.refuse(RankFailed(f"{call.partition(',')[0]} failed on another rank: {listed}"))
+        if error := compare_calls(self.channel, messages):
+            raise self.refuse(error)
+        gathered[:] = [value for message in messages for value in message["values"]]
         self.channel.agreed += 1
         self.number = self.channel.agreed
 
     def refuse(self, error: AutobatchError) -> AutobatchError:
-        """An error that every rank raises, since all have heard the same."""
+        """Return an error that every rank raises, as each has the same messages."""
         self.channel.note_reported(error)
         return error
 
-    def _report_failure(self, call: str, error: BaseException) -> None:
-        """Report it to the others, unless they have heard of it."""
-        channel = self.channel
-        if channel.was_reported(error):
+    def report(self, call: str, error: BaseException) -> None:
+        """Send an error to the other ranks, unless they know it."""
+        if self.channel.was_reported(error):
             return
-        with suppress(RankLost):  # the error that is on its way says more
-            channel.exchange({"call": call, "error": name_error(error)})
-        channel.note_reported(error)
+        with suppress(RankLost):  # the first error says more
+            self.channel.exchange({"call": call, "error": name_error(error)})
+        self.channel.note_reported(error)
+
+
+@contextmanager
+def several_blocks(ranks: Ranks | None, call: str) -> Iterator[None]:
+    """Block of several ``all_or_none``: the next of them reports an error that one rank raises between two.
+
+    Args:
+        ranks: ``None`` if this process trains alone.
+        call: Name of the call in messages.
+    """
+    if ranks is None:
+        yield
+        return
+    ranks.is_over = False
+    ranks.channel.begin_block()
+    try:
+        yield
+    except BaseException as error:
+        if not ranks.is_over:
+            ranks.report(call, error)
+        raise
+
+
+@contextmanager
+def all_or_none(ranks: Ranks | None, call: str, *, is_last: bool = False) -> Iterator[list[Any]]:
+    """Block that fails on every rank if it fails on one.
+
+    It yields a list. Values that a rank appends are sent to the others; at the end the list holds those of all ranks.
+
+    Args:
+        ranks: ``None`` if this process trains alone.
+        call: Name of the call in messages.
+        is_last: Whether it is the last one of ``several_blocks``.
+
+    Raises:
+        RankFailed: The block failed on another rank, or another rank made a different call.
+    """
+    gathered: list[Any] = []
+    if ranks is None:
+        yield gathered
+        return
+    ranks.channel.begin_block()
+    try:
+        yield gathered
+    except BaseException as error:
+        ranks.report(call, error)
+        raise
+    with deferred_interrupts():  # every rank notes that the block is over, or none
+        ranks.agree(call, gathered)
+        ranks.is_over = is_last
 
 
 def find_ranks(model: nn.Module) -> Ranks | None:
-    """The ranks over which the model is parallel; ``None`` where it trains on one.
-
-    Args:
-        model: Wrapped, as the user gave it.
+    """Find the ranks over which the user's wrapped model is parallel; ``None`` if it trains on one.
 
     Raises:
-        InvalidArgument: Several ranks are running, and nobody would sum this model's gradients.
+        InvalidArgument: Several ranks are running, and nothing would sum this model's gradients.
     """
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
@@ -176,63 +161,122 @@ def find_ranks(model: nn.Module) -> Ranks | None:
     if size > 1:
         refuse_unsupported(model)
         raise InvalidArgument(
-            f"{size} ranks are running and the model is {type(model).__name__}, whose gradients nobody sums over them: "
-            f"pass torch.nn.parallel.DistributedDataParallel(model) or fully_shard(model), or plan on one rank and use "
+            f"{size} ranks are running, and gradients of {type(model).__name__} are not summed over them: pass "
+            f"torch.nn.parallel.DistributedDataParallel(model) or fully_shard(model), or plan on one rank and use "
             f"plan.settings()"
         )
     return None
 
 
 def take_module(model: nn.Module, ranks: Ranks | None) -> nn.Module:
-    """The module inside ``DistributedDataParallel``, whose passes talk to no other rank.
+    """Return the module inside ``DistributedDataParallel``; its passes do not communicate.
 
-    Also where it is parallel over one rank: with ``static_graph=True`` the wrapper cannot run two forward passes in a
-    row, and with ``gradient_as_bucket_view=True`` it moves gradients.
+    This is needed on one rank, too. With ``static_graph=True`` the wrapper cannot run two forward passes in a row, and
+    with ``gradient_as_bucket_view=True`` it moves gradients.
 
     Raises:
-        InvalidArgument: Something in it would talk to the others.
+        InvalidArgument: A part of the model would communicate with other ranks.
     """
     if ranks is not None:
         refuse_unsupported(model)
     return module_of(model)
 
 
-def all_or_none(ranks: Ranks | None, call: str, *, is_last: bool = False) -> AbstractContextManager[list[Any]]:
-    """``Ranks.all_or_none``, or a block of this process alone."""
-    return nullcontext([]) if ranks is None else ranks.all_or_none(call, is_last=is_last)
+class OwnTime:
+    """Seconds between ``start`` and ``stop``, of the last pair that the device has finished."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Measure nothing yet; CUDA events measure on a CUDA device, the clock on others."""
+        self._device, self._seconds, self._clock = device, 0.0, 0.0
+        self._event: torch.cuda.Event | None = None
+        # The host is ahead of a CUDA device: work that was just queued has not run.
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def start(self) -> None:
+        """Note that this rank begins to work without the others."""
+        if self._device.type == "cuda":
+            self._event = self._mark()
+        self._clock = time.perf_counter()
+
+    def stop(self) -> None:
+        """Note that this rank has what the others wait for."""
+        if self._event is not None:
+            self._pending.append((self._event, self._mark()))
+        else:
+            self._seconds = time.perf_counter() - self._clock
+
+    def read(self) -> float:
+        """Return the seconds of the last pair that is over; 0 before the first."""
+        while self._pending and self._pending[0][1].query():
+            first, last = self._pending.popleft()
+            self._seconds = first.elapsed_time(last) / 1000
+        return self._seconds
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
-def several_blocks(ranks: Ranks | None, call: str) -> AbstractContextManager[None]:
-    """``Ranks.several_blocks``, or nothing in a process alone."""
-    return nullcontext() if ranks is None else ranks.several_blocks(call)
-
-
-def refuse_differences(said: Sequence[Mapping[str, Any]], ranks: Ranks | None) -> None:
-    """Refuse what must be the same on each rank and is not.
+def refuse_differences(gathered: Sequence[Mapping[str, Any]], ranks: Ranks | None) -> None:
+    """Refuse values that must be the same on every rank.
 
     Args:
-        said: By rank; each names the same things. Nothing where this process is alone.
-        ranks: Who said it.
+        gathered: Named values of each rank, by rank.
+        ranks: Ranks that sent them; ``None`` if this process trains alone.
 
     Raises:
-        InvalidArgument: On every rank, since all have heard the same.
+        InvalidArgument: Values differ; every rank raises it.
     """
-    for name in said[0] if said else ():
-        values = [one[name] for one in said]
-        if any(value != values[0] for value in values):
-            members = range(len(values)) if ranks is None else ranks.channel.members
-            listed = "; ".join(f"rank {rank}: {value}" for rank, value in zip(members, values, strict=True))
-            error = InvalidArgument(f"{name} differs between the ranks ({listed}): pass the same on each")
-            raise error if ranks is None else ranks.refuse(error)
+    if ranks is None:
+        return
+    for name in gathered[0]:
+        values = {rank: named[name] for rank, named in enumerate(gathered)}
+        if any(value != values[0] for value in values.values()):
+            listed = ranks.channel.list_by_rank(values)
+            raise ranks.refuse(InvalidArgument(f"{name} differs between the ranks ({listed}): pass the same on each"))
 
 
 def describe_parameters(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
-    """What differs where two ranks train other parameters, or the same in another order.
-
-    Also those of one shape, as of layers that were made in the order of a set: by their names.
-    """
-    names = [name for name, _ in model.named_parameters()]
+    """Return a text that differs if two ranks train other parameters, or the same ones in another order."""
+    names = [name for name, _ in model.named_parameters()]  # layers of one shape may be in another order
     for wrapper in _LOCAL_WRAPPERS:
         names = [name.replace(f"{wrapper}.", "") for name in names]
     facts = [(str(p.dtype), () if is_uninitialized(p) else tuple(p.shape), p.requires_grad) for p in parameters]
     return f"{len(facts)} parameters {hashlib.sha256(repr((names, facts)).encode()).hexdigest()[:8]}"
+
+
+@torch.no_grad()
+def digest_values(tensors: Sequence[torch.Tensor | None]) -> str:
+    """Return a short text that differs if any bit of the tensors does; empty without tensors. Waits for the device.
+
+    Each rank has another part of a sharded tensor, so only its presence counts.
+    """
+    if all(tensor is None for tensor in tensors):
+        return ""
+    sums = [None if tensor is None else _sum_bits(tensor) for tensor in tensors]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
+def _sum_bits(tensor: torch.Tensor) -> int:
+    """Sum the elements' bits as integers, each times its position.
+
+    A sum of floats would depend on the order in which a device adds them.
+    """
+    if tensor.is_meta or is_uninitialized(tensor) or has_shards(tensor):
+        return 0
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.view(_INTEGERS[tensor.element_size()])
+    if not bits.numel():
+        return 0
+    rows = bits.reshape(1) if not bits.ndim else bits
+    rows_at_once = max(1, _ELEMENTS_AT_ONCE * len(rows) // rows.numel())
+    total = begin = 0
+    for part in rows.split(rows_at_once):
+        positions = torch.arange(begin + 1, begin + part.numel() + 1, device=bits.device).view(part.shape)
+        total, begin = total + int(positions.mul_(part).sum()), begin + part.numel()
+    return total % 2**64  # int64 may not hold the sum of the parts

@@ -1,7 +1,6 @@
 """Gives each rank its share of the target batches of one process, and resumes in the middle of an epoch.
 
-It is the ``batch_sampler`` of a ``DataLoader`` over a map-style dataset. Each rank computes the same order from the
-seed and the epoch, so the ranks send nothing.
+Each rank computes the same order from the seed and the epoch, so the ranks exchange nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.shares import share_batch
 
-__all__ = ["ShareSampler", "make_loader"]
-
 
 class ShareSampler(Sampler[list[int]]):
-    """Yields this rank's samples of each target batch, which are those of one process whatever the number of ranks.
+    """Yields this rank's samples of each target batch, as the ``batch_sampler`` of a ``DataLoader``.
+
+    The samples of all ranks together are the target batch of one process, for any number of ranks.
 
     Example:
         >>> sampler = autobatch.ShareSampler(plan, dataset)  # doctest: +SKIP
@@ -40,51 +39,47 @@ class ShareSampler(Sampler[list[int]]):
     def __init__(
         self, plan: PlanRecord, dataset: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> None:
-        """Take the shares from the plan, and from the dataset only its length.
+        """Take the shares from the plan, and the number of samples from the dataset.
 
         Args:
-            plan: This rank's plan, from ``fit``: its target batch, shares and rank are used.
+            plan: This rank's plan, from ``fit``.
             dataset: A map-style dataset, with ``len()`` and ``dataset[index]``.
-            shuffle: Whether each epoch has an order of its own.
-            seed: Of these orders; the same on every rank.
-            drop_last: Whether a last batch smaller than the target is left out. It is shared in proportion otherwise.
+            shuffle: Whether each epoch has another order.
+            seed: Seed of these orders, the same on every rank.
+            drop_last: Leave out a last batch smaller than the target. Otherwise it is shared in proportion.
 
         Raises:
-            InvalidArgument: An argument cannot mean anything, the last batch has too few samples for the ranks, or
-                ``drop_last`` leaves nothing.
+            InvalidArgument: An argument is not valid, the last batch has too few samples for the ranks, or
+                ``drop_last`` leaves no batch.
         """
         if not isinstance(plan, PlanRecord):
             raise InvalidArgument(f"plan is {name_type(plan)}: pass what fit() returned, or Plan.load(path)")
         check_switch("shuffle", shuffle)
         check_switch("drop_last", drop_last)
-        self._target = plan.target_batch
-        self._rank = plan.rank
-        self._shares = _shares_of(plan)
-        self._shuffle = shuffle
-        self._seed = _check_whole("seed", seed, 0, LARGEST)
+        self._target, self._rank, self._shares = plan.target_batch, plan.rank, _shares_of(plan)
+        self._shuffle, self._seed = shuffle, _check_whole("seed", seed, 0, LARGEST)
         self._samples = _count_samples(dataset)
         self._batches = _count_batches(self._samples, self._shares, drop_last=drop_last)
-        self._epoch = 0
-        self._first_batch = 0
-        self._begun_at = 0  # the first batch of the latest iteration
+        self._epoch = self._first_batch = 0
+        self._begun_at = 0  # first batch of the latest iteration
 
     @property
     def epoch(self) -> int:
-        """The epoch whose order the next iteration has."""
+        """Epoch of the next iteration."""
         return self._epoch
 
     @property
     def first_batch(self) -> int:
-        """The batch of the epoch with which the next iteration begins: 0, but for the first one after a resume."""
+        """First batch of the next iteration: 0, except right after a resume."""
         return self._first_batch
 
     @property
     def sampler(self) -> ShareSampler:
-        """Itself: trainers such as Lightning's call ``set_epoch`` of a batch sampler's ``sampler``."""
+        """This sampler: trainers such as Lightning's call ``set_epoch`` of a batch sampler's ``sampler``."""
         return self
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, also where one is resumed in the middle."""
+        """Return the number of batches in a whole epoch, also after a resume."""
         return self._batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -94,30 +89,29 @@ class ShareSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration; call it before each epoch, on every rank.
 
-        Another epoch begins with its first batch. For the one that was resumed nothing changes.
+        Another epoch begins with its first batch. The epoch of a resume keeps its position.
 
         Args:
-            epoch: Counted from 0.
+            epoch: Number of the epoch, from 0.
 
         Raises:
-            InvalidArgument: It is no int of at least 0.
+            InvalidArgument: ``epoch`` is not an int of at least 0.
         """
         chosen = _check_whole("epoch", epoch, 0, LARGEST)
         if chosen != self._epoch:
             self._epoch, self._first_batch, self._begun_at = chosen, 0, 0
 
     def state_dict(self, batches_done: int) -> dict[str, int | bool]:
-        """Which batch of which epoch comes next; the same on every rank, and good for another number of ranks.
+        """Return the next batch and its epoch; the same on every rank, and valid for another number of ranks.
 
-        A ``DataLoader`` with workers asks for batches ahead of the training, so only the training knows how many it has
+        A ``DataLoader`` with workers asks for batches ahead of the training, so pass the number that the training has
         done.
 
         Args:
-            batches_done: Batches of this epoch whose step is done, counted from the epoch's first one also after a
-                resume.
+            batches_done: Batches of this epoch whose step is done, counted from the epoch's first batch.
 
         Raises:
-            InvalidArgument: The epoch has not so many batches, or fewer than those from before the resume.
+            InvalidArgument: The epoch has fewer batches, or the resume began after that batch.
         """
         least, most = self._begun_at, self._batches
         done = _check_whole("batches_done", batches_done, least, most, ", counted from the epoch's first batch")
@@ -125,13 +119,13 @@ class ShareSampler(Sampler[list[int]]):
         return {"epoch": self._epoch + epochs, "batch": batch, **self._order_key()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next iteration where ``state_dict`` was; those after it begin with the first batch.
+        """Begin the next iteration at the batch of a state; later iterations begin with the first batch.
 
         Args:
             state: From a sampler of the same seed, dataset and target batch, on any number of ranks.
 
         Raises:
-            InvalidArgument: It is no such state, or one of other batches; nothing has changed.
+            InvalidArgument: The state is not valid or belongs to other batches; nothing has changed.
         """
         expected = self._order_key()
         if not isinstance(state, Mapping) or set(state) != {"epoch", "batch", *expected}:
@@ -140,23 +134,19 @@ class ShareSampler(Sampler[list[int]]):
             if type(state[name]) is not type(value) or state[name] != value:
                 raise InvalidArgument(
                     f"the state is of batches with {name}={show_value(state[name])}, and this sampler has "
-                    f"{name}={value}: make it with the former, or begin an epoch anew with set_epoch()"
+                    f"{name}={value}: make it with the former, or begin another epoch with set_epoch()"
                 )
         epoch = _check_whole("state['epoch']", state["epoch"], 0, LARGEST)
         epochs, batch = divmod(_check_whole("state['batch']", state["batch"], 0, self._batches), self._batches)
         self._epoch, self._first_batch, self._begun_at = epoch + epochs, batch, batch
 
     def _order_key(self) -> dict[str, int | bool]:
-        """What decides which samples the batch of a number has."""
-        return {
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "samples": self._samples,
-            "target_batch": self._target,
-        }
+        """Return what decides the samples of a batch, except for the epoch."""
+        order = {"seed": self._seed, "shuffle": self._shuffle}
+        return {**order, "samples": self._samples, "target_batch": self._target}
 
     def _remaining(self, epoch: int, first_batch: int) -> Iterator[list[int]]:
-        # Noted with the first batch, not by iter(): a loader with workers calls that twice, and uses the second one.
+        # Noted with the first batch, not in iter(): a loader with workers calls that twice, and uses the second result.
         if (self._epoch, self._first_batch) == (epoch, first_batch):
             self._begun_at, self._first_batch = first_batch, 0
         order = self._order(epoch)
@@ -164,15 +154,15 @@ class ShareSampler(Sampler[list[int]]):
             yield order[self._own_part(batch)].tolist()
 
     def _order(self, epoch: int) -> torch.Tensor:
-        """The dataset's indices as this epoch has them; 8 bytes each, where a list has 36."""
+        """Return the dataset's indices in the order of an epoch; 8 bytes each, where a list has 36."""
         if not self._shuffle:
             return torch.arange(self._samples, device="cpu")
-        digest = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()  # sums would be the same for many pairs
+        digest = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()  # a sum is the same for many pairs
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little"))
         return torch.randperm(self._samples, generator=generator, device="cpu")
 
     def _own_part(self, batch: int) -> slice:
-        """Where this rank's samples of a batch are in the epoch's order."""
+        """Return the positions of this rank's samples of a batch in the epoch's order."""
         begin = batch * self._target
         samples = min(self._target, self._samples - begin)
         shares = self._shares if samples == self._target else share_batch(samples, self._shares)
@@ -183,10 +173,10 @@ class ShareSampler(Sampler[list[int]]):
 def make_loader(
     plan: PlanRecord, dataset: Any, options: Mapping[str, Any], *, shuffle: bool, seed: int, drop_last: bool
 ) -> DataLoader[Any]:
-    """Make a DataLoader whose batches are what one step of this rank has; the arguments are ``Plan.loader``'s.
+    """Make a DataLoader whose batches are this rank's steps; the arguments are those of ``Plan.loader``.
 
     Raises:
-        InvalidArgument: An option is the plan's to choose, or the dataset cannot be shared by the ranks.
+        InvalidArgument: The plan chooses one of the options, or the ranks cannot share the dataset.
     """
     chosen = {"batch_size", "batch_sampler"} | ({"sampler"} if plan.world_size > 1 else set())
     for name in sorted(chosen & options.keys()):
@@ -204,7 +194,7 @@ def make_loader(
 
 
 def _shares_of(plan: PlanRecord) -> tuple[int, ...]:
-    """By rank, the whole target for one."""
+    """Return the samples of each rank; one rank has the whole target."""
     if plan.world_size > 1 and not plan.shares:
         raise InvalidArgument(
             f"the plan is for {plan.world_size} ranks and does not say what each one's share of "
@@ -214,11 +204,11 @@ def _shares_of(plan: PlanRecord) -> tuple[int, ...]:
 
 
 def _count_samples(dataset: Any) -> int:
-    """Its length, or ``InvalidArgument`` where indices mean nothing to it."""
+    """Return the length of a dataset, or raise InvalidArgument if it has no indices."""
     has_indices = is_instance_with(dataset, "__len__", "__getitem__")
     try:
         samples = len(dataset) if has_indices and not isinstance(dataset, IterableDataset | Mapping) else None
-    except (TypeError, NotImplementedError):  # of a dataset that wraps one without a length
+    except (TypeError, NotImplementedError):  # a dataset may wrap one without a length
         samples = None
     if samples is None:
         raise InvalidArgument(
@@ -231,7 +221,7 @@ def _count_samples(dataset: Any) -> int:
 
 
 def _count_batches(samples: int, shares: tuple[int, ...], *, drop_last: bool) -> int:
-    """Of an epoch, each with a sample for every rank."""
+    """Return the number of batches in an epoch, each with a sample for every rank."""
     target = sum(shares)
     batches, left = divmod(samples, target)
     if drop_last and not batches:

@@ -1,27 +1,23 @@
-"""Synchronizes one step over the ranks: the totals of all, the sum of all gradients, and one moment to update."""
+"""Synchronizes one step over the ranks: totals of all, the sum of all gradients, and one moment to update."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 
+from autobatch.distributed.agreement import StepAgreement
 from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
-from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.ranks import Ranks, digest_values
 from autobatch.distributed.reduction import GradientSlot, LossSlot
-from autobatch.distributed.step_agreement import StepAgreement
-from autobatch.distributed.value_digest import digest_values
+from autobatch.distributed.sharded.model import has_shards
 from autobatch.errors import InvalidArgument
 from autobatch.events.rank_step import RankStep
+from autobatch.undo.gradients import gradient_dtype
 from autobatch.undo.interrupts import deferred_interrupts
-
-__all__ = ["OTHERS_TRAINED", "SharedStep", "describe_slots", "find_wanted", "make_slots"]
-
-OTHERS_TRAINED = "the ranks train different parameters: make and freeze the same ones on each"
 
 _MOST_RATES = 16
 _RATES_DIFFER_BY = 1e-9
@@ -31,12 +27,19 @@ class SharedStep:
     """One step, on every rank.
 
     Attributes:
-        weights: The total of each term over all ranks, from ``open`` on.
-        samples: Of all ranks.
+        weights: Total of each term over all ranks, from ``open`` on.
+        samples: Number of samples of all ranks.
     """
 
     def __init__(self, ranks: Ranks, step: int, action: str, optimizer: Any | None = None) -> None:
-        """Nothing is said before ``open``; ``optimizer``: whose step is the update."""
+        """Send nothing before ``open``.
+
+        Args:
+            ranks: Ranks of the model.
+            step: Number of the step in its Runner.
+            action: ``"step"`` or ``"accumulate"``.
+            optimizer: Optimizer of the update.
+        """
         self.weights: Mapping[str, float] = {}
         self.samples = 0
         self._ranks, self._agreement = ranks, StepAgreement(ranks.channel, ranks.number, step, action)
@@ -44,56 +47,54 @@ class SharedStep:
         self._own_samples = 0
 
     def begin(self) -> None:
-        """Keep the wrapper from talking by itself, until ``close``."""
+        """Keep the wrapper from communicating until ``close``."""
         self._block.enter_context(undisturbed(self._ranks.wrapper))
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others of an error that ended this rank's step, unless they know."""
+        """Send an error that ended this rank's step to the others, unless they know it."""
         self._agreement.fail(error)
 
     def close(self) -> None:
-        """The wrapper may talk again."""
+        """Let the wrapper communicate again."""
         self._block.close()
 
     def open(self, weights: Mapping[str, float], samples: int, earlier: Sequence[torch.Tensor | None]) -> None:
-        """Say what this rank's samples count for; a second call of the same step says nothing.
+        """Exchange the totals of the ranks' samples; a second call in the step does nothing.
 
         Args:
-            weights: The total of each term on this rank; the name ``""`` stands for every term.
-            samples: Of this rank; may be 0.
-            earlier: Gradients from before the step, a parameter each, which must be the same on each rank.
+            weights: Total of each term on this rank; the name ``""`` means every term.
+            samples: Number of samples of this rank; may be 0.
+            earlier: Gradients from before the step, one for each parameter.
 
         Raises:
-            InvalidArgument: They are not, or ``weigh`` names other terms elsewhere. Raised on every rank.
+            InvalidArgument: Earlier gradients or the names of the terms differ between the ranks; every rank raises it.
         """
         if self._is_open:
             return
-        meeting = self._agreement
-        said = meeting.meet("open", weights=dict(weights), samples=samples, earlier=self._describe(earlier))
-        if len({one["earlier"] for one in said}) > 1:
-            raise meeting.refuse(
+        digest = digest_values(earlier)
+        gathered = self._agreement.gather("open", weights=dict(weights), samples=samples, earlier=digest)
+        if len({values["earlier"] for values in gathered}) > 1:
+            raise self._agreement.refuse(
                 InvalidArgument(
-                    "there are gradients from before the step, and they differ between the ranks, so that the "
-                    "optimizer would move the parameters apart: call optimizer.zero_grad() before runner.step()"
+                    "gradients from before the step differ between the ranks, so the optimizer would move their "
+                    "parameters apart: call optimizer.zero_grad() before runner.step()"
                 )
             )
-        named = [one["weights"] for one in said if one["samples"]]
-        if any(one.keys() != named[0].keys() for one in named):
-            raise meeting.refuse(
+        named = [values["weights"] for values in gathered if values["samples"]]
+        if any(terms.keys() != named[0].keys() for terms in named):
+            raise self._agreement.refuse(
                 InvalidArgument(
-                    f"weigh() names other terms on other ranks ({[sorted(one) for one in named]}): name the same terms "
-                    f"on each, with 0 where there is nothing to count"
+                    f"weigh() names different terms on different ranks ({[sorted(terms) for terms in named]}): name "
+                    f"the same terms on each, with 0 if there is nothing to count"
                 )
             )
-        self.weights = {name: math.fsum(one[name] for one in named) for name in (named[0] if named else {"": 0.0})}
-        self.samples, self._is_open = sum(one["samples"] for one in said), True
+        names = named[0] if named else [""]
+        self.weights = {name: math.fsum(terms[name] for terms in named) for name in names}
+        self.samples, self._is_open = sum(values["samples"] for values in gathered), True
         self._own_samples = samples
         self._ranks.own_time.start()
 
-    def _describe(self, earlier: Sequence[torch.Tensor | None]) -> str:
-        """What differs where the ranks' earlier gradients do."""
-        return digest_values(earlier)
-
+    @torch.no_grad()
     def combine(
         self,
         parameters: Sequence[torch.Tensor],
@@ -103,80 +104,76 @@ class SharedStep:
         counted: float,
         unit: float | None,
     ) -> torch.Tensor | None:
-        """Make every ``.grad`` the sum over all ranks.
+        """Make every ``.grad`` the sum over all ranks. Backward passes have summed the sharded gradients already.
 
         Args:
-            parameters: The same on each rank.
-            sums: Gradients that were added up in float32, by parameter; empty afterwards.
-            loss: This rank's running loss; ``None`` where none of its samples counts.
-            counted: What its losses were divided by ``unit`` for.
-            unit: ``None`` where the totals were known.
+            parameters: Parameters, the same on each rank.
+            sums: Gradients that were summed in float32, by parameter; empty afterwards.
+            loss: This rank's running loss; ``None`` if none of its samples counts.
+            counted: Total of this rank's samples, if the step states counts.
+            unit: Number by which losses were divided instead of the total; ``None`` if the total was known.
 
         Returns:
-            The loss of all ranks; ``None`` where no sample of any counts, so that nothing has happened.
+            The loss of all ranks; ``None`` if no sample of any rank counts, and then nothing has changed.
 
         Raises:
-            InvalidArgument: A gradient is sparse, or the ranks' steps are not alike.
+            InvalidArgument: A gradient is sparse, or the ranks' steps differ.
             RankLost: A rank is gone.
         """
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        slots = make_slots(trained, sums)
-        # Before the others hear that this rank is ready: here memory may end.
-        self._ranks.reduction.reserve(trained)
-        results = {
-            dtype: torch.empty((), dtype=dtype, device=parameters[0].device) for dtype in (torch.float32, torch.float64)
-        }
-        with deferred_interrupts():  # from the others' point of view this rank is in the sum now
-            trains = "".join("01"[parameter.requires_grad] for parameter in parameters)
-            wanted, total, is_wide = self._get_ready(slots, trains, loss, counted, unit)
-            if not wanted:
+        # All allocations come first: if memory runs out here, the other ranks do not wait in the sum yet.
+        device = next(parameter.device for parameter in parameters)
+        whole = [parameter for parameter in parameters if parameter.requires_grad and not has_shards(parameter)]
+        slots = _make_slots(whole, sums)
+        self._ranks.reduction.reserve(whole, device)
+        narrow, wide = (torch.empty((), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64))
+        with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the sum
+            self._ranks.own_time.stop()
+            gathered = self._agreement.gather(
+                "ready",
+                gradients=_pack(slot.has_any() for slot in slots),
+                trains=_pack(parameter.requires_grad for parameter in parameters if not has_shards(parameter)),
+                counted=None if unit is None else counted,
+                unit=unit,
+                runs=loss is not None,
+                wide=loss is not None and loss.dtype is torch.float64,
+            )
+            counts = self._read_counts(gathered)
+            if not counts:
                 self._agreement.end()
                 return None
-            last = LossSlot(loss, results[torch.float64 if is_wide else torch.float32])
-            self._ranks.reduction.sum([*wanted, last], 1.0 if unit is None else unit / total)
-        sums.clear()
-        return last.result
+            if loss is None:  # this rank has its part of the others' sharded gradients, so it needs their unit
+                unit = next(values["unit"] for values in gathered if values["runs"])
+            factor = 1.0 if unit is None else unit / math.fsum(count or 0.0 for count in counts)
+            total = LossSlot(loss, wide if any(values["wide"] for values in gathered) else narrow)
+            self._ranks.reduction.sum([*_find_wanted(slots, gathered), total], factor)
+        _correct([parameter for parameter in parameters if has_shards(parameter)], sums, factor)
+        return total.result
 
-    def _get_ready(
-        self, slots: Sequence[GradientSlot], trains: str, loss: torch.Tensor | None, counted: float, unit: float | None
-    ) -> tuple[list[GradientSlot], float, bool]:
-        """Those of which any rank has a gradient, what all have counted, and whether the loss is summed in float64."""
-        self._ranks.own_time.stop()
-        said = self._agreement.meet(
-            "ready",
-            gradients=describe_slots(slots),
-            trains=f"{len(trains)} {int(trains or '0', 2):x}",
-            counted=None if unit is None else counted,
-            runs=loss is not None,
-            wide=loss is not None and loss.dtype is torch.float64,
-        )
-        stated = self._read_counts(said)
-        return find_wanted(slots, said), math.fsum(one or 0.0 for one in stated), any(one["wide"] for one in said)
-
-    def _read_counts(self, said: Sequence[dict[str, Any]]) -> list[float | None]:
-        """What the ranks that ran anything have counted: each a number, or none does."""
-        if len({one["trains"] for one in said}) > 1:
-            raise self._agreement.refuse(InvalidArgument(OTHERS_TRAINED))
-        stated = [one["counted"] for one in said if one["runs"]]
-        if len({one is None for one in stated}) > 1:
+    def _read_counts(self, gathered: Sequence[dict[str, Any]]) -> list[float | None]:
+        """Return the counts of the ranks that ran anything: each has one, or none has."""
+        if len({values["trains"] for values in gathered}) > 1:
             raise self._agreement.refuse(
-                InvalidArgument("step() states a count (Mean, Sum) on one rank and none on another: always state it")
+                InvalidArgument("the ranks train different parameters: make and freeze the same ones on each")
             )
-        return stated
+        counts = [values["counted"] for values in gathered if values["runs"]]
+        if len({count is None for count in counts}) > 1:
+            raise self._agreement.refuse(
+                InvalidArgument("step() returns a count (Mean, Sum) on one rank and none on another: always return it")
+            )
+        return counts
 
     def agree_on_update(self) -> None:
-        """Wait until no rank has anything left that could fail before the optimizer's step.
+        """Wait until nothing before the optimizer's step can fail on any rank, and take the buffers of rank 0.
 
-        Buffers become those of the first rank now, and not when the step begins as in DistributedDataParallel: a step
-        that is run again would undo it.
+        DistributedDataParallel sends buffers when a step begins, but a step that is run again would undo that.
 
         Raises:
-            InvalidArgument: The ranks' models have different buffers, or their optimizers different rates.
+            InvalidArgument: The ranks' models have different buffers, or their optimizers different learning rates.
         """
         buffers = SharedBuffers(broadcast_buffers_of(self._ranks.wrapper))
-        with deferred_interrupts():
-            said = self._meet_to_update(buffers=buffers.description)
-            if len({one["buffers"] for one in said}) > 1:
+        with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the broadcast
+            gathered = self._gather_rates(buffers=buffers.description)
+            if len({values["buffers"] for values in gathered}) > 1:
                 raise self._agreement.refuse(
                     InvalidArgument(
                         "the ranks have different buffers: make them in __init__ and in the same shapes, or pass "
@@ -185,73 +182,77 @@ class SharedStep:
                 )
             buffers.take_first(self._ranks.wrapper.process_group, self._ranks.channel)
 
-    def _meet_to_update(self, **said: Any) -> list[dict[str, Any]]:
-        """The last meeting before the update, to which each rank says its learning rates.
+    def _gather_rates(self, **values: Any) -> list[dict[str, Any]]:
+        """Exchange the learning rates, at the last point before the update.
 
-        A scheduler may have set them by what only this rank knows, such as the loss of its own validation samples.
+        A scheduler may have set them by a number of one rank, such as the loss of its own validation samples.
         """
-        heard = self._agreement.meet("update", rates=_read_rates(self._optimizer), **said)
-        if not all(_are_close(one["rates"], heard[0]["rates"]) for one in heard):
-            named = zip(self._ranks.channel.members, heard, strict=True)
-            listed = "; ".join(f"rank {rank}: {', '.join(map(str, one['rates']))}" for rank, one in named)
+        gathered = self._agreement.gather("update", rates=_read_rates(self._optimizer), **values)
+        if not all(_are_close(values["rates"], gathered[0]["rates"]) for values in gathered):
+            shown = {rank: ", ".join(map(str, values["rates"])) for rank, values in enumerate(gathered)}
             raise self._agreement.refuse(
                 InvalidArgument(
-                    f"the learning rates differ between the ranks ({listed}), so that the optimizer would move the "
-                    f"parameters apart: set the same on each, as a scheduler does that is given a number of all ranks"
+                    f"learning rates differ between the ranks ({self._ranks.channel.list_by_rank(shown)}), so the "
+                    f"optimizer would move their parameters apart: give the scheduler the same number on every rank"
                 )
             )
-        return heard
+        return gathered
 
     def end(self, *, micro_batch_size: int, retries: int, peak_bytes: int) -> tuple[RankStep, ...]:
-        """After the update, on every rank; or where no sample of any counted. Interrupts then wait for ``close``.
+        """End the step on all ranks, after the update. Interrupts then wait for ``close``.
 
         Returns:
-            What each rank says of itself, by rank; nothing where no sample counted.
+            The report of each rank, by rank; nothing if no sample counted.
         """
         if self._agreement.is_over:
             return ()
-        self._block.enter_context(deferred_interrupts())  # once all have ended the step, so has this rank
+        self._block.enter_context(deferred_interrupts())  # the step has ended on all ranks, so also on this one
         own = {"micro_batch_size": micro_batch_size, "retries": retries, "peak_bytes": peak_bytes}
-        said = self._agreement.meet(
-            "done", did={**own, "samples": self._own_samples, "seconds": self._ranks.own_time.read()}
-        )
-        return tuple(RankStep(rank=rank, **one["did"]) for rank, one in enumerate(said))
+        seconds = self._ranks.own_time.read()
+        gathered = self._agreement.gather("done", did={**own, "samples": self._own_samples, "seconds": seconds})
+        return tuple(RankStep(rank=rank, **values["did"]) for rank, values in enumerate(gathered))
 
 
 def _read_rates(optimizer: Any | None) -> list[float]:
-    """The first few of its learning rates, each once; not those in tensors, for which a device would be waited for."""
+    """Return a few different learning rates; without tensors, as reading them would wait for a device."""
     rates = [group.get("lr") for group in optimizer.param_groups] if optimizer is not None else []
     return list(dict.fromkeys(float(rate) for rate in rates if isinstance(rate, int | float)))[:_MOST_RATES]
 
 
 def _are_close(rates: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether they are equal but for the last bits, in which two processors may differ."""
-    return len(rates) == len(others) and all(map(partial(math.isclose, rel_tol=_RATES_DIFFER_BY), rates, others))
+    """Return whether rates are equal up to the last bits, which may differ between processors."""
+    pairs = zip(rates, others, strict=False)
+    return len(rates) == len(others) and all(math.isclose(a, b, rel_tol=_RATES_DIFFER_BY) for a, b in pairs)
 
 
-def make_slots(
+def _make_slots(
     parameters: Sequence[torch.Tensor], sums: MutableMapping[torch.Tensor, torch.Tensor]
 ) -> list[GradientSlot]:
-    """The parameters' gradients, to be summed.
-
-    Raises:
-        InvalidArgument: One is sparse.
-    """
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
         raise InvalidArgument("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
     return [GradientSlot(parameter, sums) for parameter in parameters]
 
 
-def describe_slots(slots: Sequence[GradientSlot]) -> str:
-    """Which of them this rank has a gradient of."""
-    bits = "".join("1" if slot.has_any() else "0" for slot in slots)
-    return f"{int(bits or '0', 2):x}"
-
-
-def find_wanted(slots: Sequence[GradientSlot], said: Sequence[Mapping[str, Any]]) -> list[GradientSlot]:
-    """Those of which any rank has said that it has a gradient."""
+def _find_wanted(slots: Sequence[GradientSlot], gathered: Sequence[Mapping[str, Any]]) -> list[GradientSlot]:
+    """Return the slots for which any rank has a gradient."""
     union = 0
-    for one in said:
-        union |= int(one["gradients"], 16)
-    digits = f"{union:b}".zfill(len(slots))
-    return [slot for slot, digit in zip(slots, digits, strict=False) if digit == "1"]
+    for values in gathered:
+        union |= int(values["gradients"], 16)
+    digits = f"{union:b}"[1:]
+    return [slot for slot, digit in zip(slots, digits, strict=True) if digit == "1"]
+
+
+def _correct(sharded: Sequence[torch.Tensor], sums: MutableMapping[torch.Tensor, torch.Tensor], factor: float) -> None:
+    """Multiply sharded gradients by the factor; sums in float32 before they are rounded."""
+    summed = set(sums)
+    while sums:
+        parameter, total = sums.popitem()
+        parameter.grad = (total if factor == 1 else total.mul_(factor)).to(gradient_dtype(parameter))
+    for parameter in sharded:
+        if factor != 1 and parameter.grad is not None and parameter not in summed:
+            parameter.grad.mul_(factor)
+
+
+def _pack(flags: Iterable[bool]) -> str:
+    """Write flags as one hexadecimal number, with a leading 1 that keeps their number."""
+    return f"{int('1' + ''.join('01'[flag] for flag in flags), 2):x}"

@@ -136,7 +136,7 @@ def fit(
     """
     started = time.perf_counter()
     ranks = find_ranks(model)
-    with several_blocks(ranks, "fit()"), all_or_none(ranks, "fit(), its arguments") as said:
+    with several_blocks(ranks, "fit()"), all_or_none(ranks, "fit(), its arguments") as gathered:
         target_batch, bound = check_sizes(target_batch, max_micro_batch)
         check_choices(objective=objective, check=check, budget=budget, headroom=headroom)
         check_switches(accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
@@ -146,8 +146,8 @@ def fit(
         division = Division(ranks, target_batch, share)
         kind = "None" if cut is None else "by_length()" if isinstance(cut, ByLength) else "a function"
         described = {"objective": objective, "cut": kind}
-        said.extend(division.describe(workload, device, float32=accumulate_in_float32, **described))
-    division.hear(said)  # refuses ranks that made different calls
+        gathered.extend(division.describe(workload, device, float32=accumulate_in_float32, **described))
+    division.compare(gathered)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
     # If all ranks try the same sizes, a plan that only some of them remember could not be confirmed.
     remembered = ledger if reuse and division.is_known and not division.trials.are_shared else Ledger(None)
@@ -179,7 +179,7 @@ def fit(
                     plans.append(_describe_own(request, found).model_dump())
             memory.reclaim()
     seconds = time.perf_counter() - started
-    plan = make_plan(request, found, checked, division.read_plans(plans), seconds)
+    plan = make_plan(request, found, checked, [RankPlan(**fields) for fields in plans], seconds)
     ledger.remember(plan)
     _report(plan, checked[1], has_optimizer=optimizer is not None)
     return plan

@@ -22,7 +22,7 @@ from torch import nn
 from autobatch._user_errors import contextmanager, note_where
 from autobatch.batch.layout import Layout
 from autobatch.batch.tree import count_bytes, map_tensors, tensors_of
-from autobatch.distributed.shared_trials import SharedTrials
+from autobatch.distributed.division import SharedTrials
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom

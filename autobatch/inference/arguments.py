@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from autobatch._formatting import name_type, show_value
 from autobatch.batch.layout import refuse_meta
 from autobatch.distributed.ranks import world_size
-from autobatch.distributed.sharding import is_sharded
+from autobatch.distributed.sharded.model import is_sharded
 from autobatch.errors import InvalidArgument
 from autobatch.inference.samples import are_samples
 from autobatch.memory.device import Device

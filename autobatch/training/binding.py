@@ -14,9 +14,8 @@ from autobatch._formatting import plural
 from autobatch._wrappers import members_of
 from autobatch.batch.cut import Division
 from autobatch.batch.lengths import PlannedLengths
-from autobatch.distributed.ranks import Ranks, describe_parameters, refuse_differences
-from autobatch.distributed.sharding import divisor_of, has_shards
-from autobatch.distributed.value_digest import digest_values
+from autobatch.distributed.ranks import Ranks, describe_parameters, digest_values, refuse_differences
+from autobatch.distributed.sharded.model import divisor_of, has_shards
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
@@ -115,7 +114,7 @@ def describe_binding(
     }
 
 
-def refuse_unlike_bindings(said: Sequence[Mapping[str, Any]], ranks: Ranks | None) -> None:
+def refuse_unlike_bindings(gathered: Sequence[Mapping[str, Any]], ranks: Ranks | None) -> None:
     """Refuse ranks whose parameters would move apart, or have.
 
     What they hold is compared bit for bit, where all compute on the same kind of device: unlike ones round differently,
@@ -124,9 +123,9 @@ def refuse_unlike_bindings(said: Sequence[Mapping[str, Any]], ranks: Ranks | Non
     Raises:
         InvalidArgument: On every rank.
     """
-    are_alike = len({one[_DEVICE] for one in said}) < 2
+    are_alike = len({one[_DEVICE] for one in gathered}) < 2
     left_out = (_DEVICE,) if are_alike else (_DEVICE, *_HELD)
-    refuse_differences([{name: one[name] for name in one if name not in left_out} for one in said], ranks)
+    refuse_differences([{name: one[name] for name in one if name not in left_out} for one in gathered], ranks)
 
 
 def _describe_groups(workload: Workload) -> str:

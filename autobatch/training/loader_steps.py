@@ -15,9 +15,9 @@ from torch.utils.data import Dataset, IterableDataset
 from autobatch._formatting import name_type, plural, show_value
 from autobatch.batch.layout import Layout, dims_of, is_empty, is_one_batch
 from autobatch.batch.tree import as_leaf, map_tensors
+from autobatch.distributed.agreement import StepAgreement
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.share_sampler import ShareSampler
-from autobatch.distributed.step_agreement import StepAgreement
 from autobatch.errors import InvalidArgument
 from autobatch.undo.random_state import RandomState
 
@@ -180,18 +180,18 @@ def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout],
     agreement, is_first = StepAgreement(ranks.channel, ranks.number, step, "step"), not reading.has_begun
     try:
         layouts = reading.take()
-        said = agreement.meet("batches", samples=count_samples(layouts), first=is_first)
+        gathered = agreement.gather("batches", samples=count_samples(layouts), first=is_first)
     except BaseException as error:
         agreement.fail(error)
         raise
-    if len({one["first"] for one in said}) > 1:
+    if len({one["first"] for one in gathered}) > 1:
         raise agreement.refuse(
             InvalidArgument(
                 "one rank begins a pass of run(loader), and another is in the middle of one: leave the loop at the "
                 "same step on every rank"
             )
         )
-    return layouts, sum(one["samples"] for one in said)
+    return layouts, sum(one["samples"] for one in gathered)
 
 
 def check_loader(loader: Any, epochs: Any) -> None:

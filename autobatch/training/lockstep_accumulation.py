@@ -15,10 +15,10 @@ from torch.autograd.graph import GradientEdge
 from autobatch.batch.cut import Group
 from autobatch.batch.layout import Layout, MicroBatch, describe
 from autobatch.batch.tree import map_tensors
-from autobatch.distributed.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, OtherRankShort, RunAgain
-from autobatch.distributed.pass_record import PassDiffers
-from autobatch.distributed.sharded_step import ShardedStep
-from autobatch.distributed.sharding import gathered_tensors, unsharded_parameters
+from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, OtherRankShort, RunAgain
+from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
+from autobatch.distributed.sharded.pass_record import PassDiffers
+from autobatch.distributed.sharded.step import ShardedStep
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
@@ -34,14 +34,15 @@ from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 
 _SPARE = 2
-"""Samples that are kept for passes that count for nothing: that many if the model turns out to refuse one."""
+"""Samples kept for passes that add nothing: two, as a model may refuse one."""
 
 
 @dataclass
 class LockstepAccumulation(Accumulation):
-    """Accumulates the gradients of one workload whose parameters are sharded, batch after batch.
+    """Accumulates the gradients of one workload with sharded parameters, batch after batch.
 
-    After a pass that was dropped, all ranks restore the beginning of the step and run all their samples again.
+    Ranks run equally many micro-batches; one with fewer runs passes whose gradient is 0. After a dropped pass all ranks
+    restore the beginning of the step and run all their samples again.
     """
 
     _shared: ShardedStep | None = None
@@ -52,7 +53,7 @@ class LockstepAccumulation(Accumulation):
     _runs_spare: bool = False
     _now: tuple[MicroBatch, AccumulationState] | None = None
     _given_backward: Backward | None = None
-    _states_none: bool = False  # whether the step returns one loss as it is, so that no micro-batch counts for nothing
+    _states_none: bool = False  # whether the step returns one loss, which counts in every micro-batch
 
     def __post_init__(self) -> None:
         """End the forward pass where the user's step returns."""
@@ -70,7 +71,7 @@ class LockstepAccumulation(Accumulation):
     def begin(
         self, batches: Sequence[Layout], largest: int, undo: Undo, shared: SharedStep | None = None
     ) -> AccumulationState:
-        """As ``Accumulation.begin``; keeps a few samples for passes that count for nothing."""
+        """Begin as ``Accumulation`` does, and keep a few samples for passes that add nothing."""
         assert isinstance(shared, ShardedStep)  # noqa: S101 - narrows for mypy
         self._shared = shared
         if self._spare is None and batches:
@@ -97,7 +98,7 @@ class LockstepAccumulation(Accumulation):
         return returned
 
     def attempt(self, progress: AccumulationState, undo: Undo) -> Shortage | None:
-        """Run this rank's micro-batches, and passes that count for nothing where another rank has more."""
+        """Run this rank's micro-batches, and passes that add nothing if another rank has more of them."""
         shortage, again = None, None
         try:
             spares = self._agree_on_number(progress) - _count(progress)
@@ -117,12 +118,12 @@ class LockstepAccumulation(Accumulation):
                 raise
         finally:
             self._forget_graph()
-        # Only now, after the ``except`` block, are the frames of the failed pass gone.
+        # Only here, after the ``except`` block, has the traceback let go of the failed pass's tensors.
         self._lockstep.drop(short=None if shortage is None else reason, again=again)
         self._is_short = shortage is not None
         if shortage is not None:
             return shortage
-        self.leaves_are_known = False  # what the step trains by now, the next attempt would train twice
+        self.leaves_are_known = False  # the next attempt finds the trained tensors again
         self.refuse_lost(undo, reason)
         if progress.todo and "short" in self._lockstep.causes:
             progress.fail()
@@ -131,7 +132,7 @@ class LockstepAccumulation(Accumulation):
         return Shortage(failed_size=0, reason=reason)
 
     def _find_cause(self, error: BaseException) -> str | None:
-        """Why all ranks can run the pass again in which this came; ``None``: it is the user's."""
+        """Return the cause of another run of the pass that raised this error; ``None`` if the error is the user's."""
         if isinstance(error, PassDiffers):
             return DIFFERS
         is_refusal = self.smallest == 1 and refuses_one_sample(error) and self._lockstep.running is not None
@@ -145,12 +146,12 @@ class LockstepAccumulation(Accumulation):
         progress.denominators = progress.denominators.with_common_unit()
 
     def _agree_on_number(self, progress: AccumulationState) -> int:
-        """How many micro-batches every rank runs; this one's samples are divided among so many where that is more."""
+        """Agree on the number of micro-batches of every rank; divide this rank's samples among more if needed."""
         assert self._shared is not None  # noqa: S101 - narrows for mypy
         own = _count(progress)
         with deferred_interrupts():
             number = self._shared.agree_on(own)
-            if number:  # from here on the others are in it
+            if number:  # from the exchange on, the other ranks are in the pass
                 self._lockstep.start("forward")
         if 0 < own < number:
             samples = sum(micro_batch.size for micro_batch in progress.todo)
@@ -163,7 +164,7 @@ class LockstepAccumulation(Accumulation):
         self._lockstep.start("forward")
         self._now = micro_batch, progress
         divided, aux = super()._run_micro_batch(micro_batch, progress)
-        if divided is None:  # the step has counted nothing, but the other ranks run their backward pass
+        if divided is None:  # no sample counts here, but the other ranks run their backward pass
             run_zero_backward(self._find_counted(progress))
         self._now = None
         self._forget_graph()
@@ -172,7 +173,7 @@ class LockstepAccumulation(Accumulation):
         return divided, aux
 
     def _call_backward(self, loss: torch.Tensor) -> None:
-        """Also from what only a term uses that counts for nothing here: on other ranks it may count."""
+        """Run the backward pass, with zeros for terms that have no weight here: they may have some on other ranks."""
         assert self._now is not None  # noqa: S101 - narrows for mypy
         micro_batch, progress = self._now
         absent = {name for name, weight in micro_batch.weights.items() if not weight}
@@ -184,12 +185,12 @@ class LockstepAccumulation(Accumulation):
         else:
             named = ", ".join(sorted(absent))
             raise InvalidArgument(
-                f"backward= cannot be used where a term ({named}) counts for nothing on one rank and parameters are "
-                f"sharded: leave backward= out"
+                f"backward= cannot be used with sharded parameters if a term ({named}) counts for nothing on one "
+                f"rank: leave backward= out"
             )
 
     def _find_counted(self, progress: AccumulationState, names: Container[str] | None = None) -> list[ModelOutput]:
-        """What the model has returned that the losses of these names use, as far as they count on any rank."""
+        """Find the model's outputs in the losses of these names, as far as they count on any rank."""
         totals = progress.denominators.weights
         counted = [
             edge for name, edge in self._losses.items() if totals.get(name, 1) and (names is None or name in names)
@@ -200,12 +201,12 @@ class LockstepAccumulation(Accumulation):
         return [*super()._find_apart(), *gathered_tensors(self.workload.model)]
 
     def _run_spares(self, number: int, progress: AccumulationState, undo: Undo) -> Shortage | None:
-        """Run passes whose gradient is 0; returns why memory ran out."""
+        """Run passes whose gradient is 0; return the shortage if memory ran out."""
         handled = sys.exc_info()[1]
         if self._spare is None:
             raise InvalidArgument(
-                "this rank has no samples, and had none before: parameters are sharded, so each rank has to run the "
-                "model; give it at least one sample in its first step"
+                "this rank has had no samples yet, but with sharded parameters each rank has to run the model: give it "
+                "at least one sample in its first step"
             )
         self._runs_spare = True
         try:
@@ -234,7 +235,7 @@ class LockstepAccumulation(Accumulation):
         here.restore()
 
     def cut_again(self, progress: AccumulationState, largest: int) -> None:
-        """As ``Accumulation.cut_again``; a rank with enough memory cuts the same micro-batches."""
+        """Cut smaller micro-batches after a shortage on this rank; otherwise cut the same ones again."""
         if ONE_SAMPLE in self._lockstep.causes:
             self.smallest = 2
         if self._is_short:
@@ -243,7 +244,7 @@ class LockstepAccumulation(Accumulation):
             self._cut_equally(progress)
 
     def _cut_equally(self, progress: AccumulationState) -> None:
-        """Cut the same micro-batches: the samples of one that has run are gone, and some may be too small."""
+        """Cut the same micro-batches again, or larger ones if some are too small for the model."""
         sizes = [micro_batch.size for micro_batch in progress.todo]
         is_too_small = min(sizes) < self.smallest
         parts = self._cut(progress.groups, max(sizes)) if is_too_small else [*progress.todo]
@@ -251,11 +252,11 @@ class LockstepAccumulation(Accumulation):
 
 
 def _count(progress: AccumulationState) -> int:
-    """Micro-batches that will be run: one in which nothing counts is not."""
+    """Return the number of micro-batches that run: those in which something counts."""
     return sum(micro_batch.counts for micro_batch in progress.todo)
 
 
 def _copy_samples(layout: Layout, count: int) -> Layout:
-    """The first samples of a batch, for a step in which this rank has none; repeated where it has fewer."""
+    """Copy the first samples of a batch, repeated if it has fewer, for steps in which this rank has none."""
     samples = map_tensors(layout.grow(count), lambda tensor: tensor.detach().clone())
     return describe(samples, layout.lists, count)

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autobatch._user_errors import contextmanager
 from autobatch.batch.tree import tensors_of
-from autobatch.distributed.sharding import sharded_modules
+from autobatch.distributed.sharded.model import sharded_modules
 from autobatch.errors import InvalidArgument
 
 __all__ = ["ModelOutput", "collect_outputs", "edges_of", "find_reached", "run_zero_backward"]

@@ -32,7 +32,7 @@ from autobatch.distributed.ranks import (
     find_ranks,
     take_module,
 )
-from autobatch.distributed.sharded_step import ShardedStep, begin_step
+from autobatch.distributed.sharded.step import ShardedStep, begin_step
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.events import Hook
@@ -134,11 +134,11 @@ class StepRunner:
 
         Raises:
             InvalidArgument: An argument cannot mean anything.
-            RankFailed: It did not do on another rank, or the ranks are at different calls.
+            RankFailed: Another rank failed, or the ranks made different calls.
             RankLost: Another rank is gone or did not answer.
         """
         self._ranks = find_ranks(model)
-        with all_or_none(self._ranks, "Runner()") as said:
+        with all_or_none(self._ranks, "Runner()") as gathered:
             check_plan(plan, weigh)
             check_rank(plan, *((0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)))
             model = take_module(model, self._ranks)
@@ -171,7 +171,7 @@ class StepRunner:
             self._memory = StepMemory(plan, self._workload, self._device, self._division, self._events)
             self._has_reported_gradients, self._is_running, self._samples = False, False, 0
             if self._ranks is not None:
-                said.append(
+                gathered.append(
                     describe_binding(
                         plan,
                         self._workload,
@@ -182,7 +182,7 @@ class StepRunner:
                         backward=backward,
                     )
                 )
-        refuse_unlike_bindings(said, self._ranks)
+        refuse_unlike_bindings(gathered, self._ranks)
 
     def _make_update(
         self, optimizers: Sequence[Any], scaler: Any, max_grad_norm: float | None, schedulers: Sequence[Any]

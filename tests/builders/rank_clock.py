@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autobatch.distributed import own_time
+from autobatch.distributed import ranks
 from autobatch.fitting import probe
 
 __all__ = ["CLOCK", "stop_time"]
@@ -27,4 +27,4 @@ CLOCK = Clock()
 
 def stop_time() -> None:
     """Measure ranks by ``CLOCK`` from here on, for good: in the process of a rank."""
-    own_time.time = probe.time = CLOCK
+    ranks.time = probe.time = CLOCK

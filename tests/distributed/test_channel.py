@@ -1,4 +1,4 @@
-"""``distributed.channel``: every rank hears all others, and a rank that is gone is named."""
+"""``distributed.channel``: every rank gets all messages, and a rank that is gone is named."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def exchange_some():
     with torch.inference_mode():
         channel = open_channel(None)
     assert open_channel(None) is channel
-    heard = [channel.exchange({"rank": dist.get_rank(), "text": "x" * length}) for length in (0, 900, 1100, 70_000)]
+    received = [channel.exchange({"rank": dist.get_rank(), "text": "x" * length}) for length in (0, 900, 1100, 70_000)]
     with Refuse():
-        heard.append(channel.exchange(float("inf")))
-    return heard
+        received.append(channel.exchange(float("inf")))
+    return received
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_rank_hears_all(size):
+def test_every_rank_gets_all_messages(size):
     """Short and long messages, also after one in inference mode, and while memory is at its end."""
     expected = [[{"rank": rank, "text": "x" * length} for rank in range(size)] for length in (0, 900, 1100, 70_000)]
-    for heard in values_of(run_ranks(exchange_some, size=size)):
-        assert heard == [*expected, [float("inf")] * size]
+    for received in values_of(run_ranks(exchange_some, size=size)):
+        assert received == [*expected, [float("inf")] * size]
 
 
 def end_one(which, how):
@@ -73,7 +73,7 @@ def test_a_rank_that_was_killed_is_named_at_once(which):
 
 
 def outlive_one(which):
-    """After how long a rank hears that one was killed, where none that has heard of it ends before all have."""
+    """Seconds until a rank notices that one was killed, if no rank ends before all have noticed it."""
     channel = Channel(None)
     if dist.get_rank() == which:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -81,9 +81,9 @@ def outlive_one(which):
     with pytest.raises(RankLost) as caught:
         channel.exchange("here")
     seconds = time.monotonic() - began
-    heard = dist.distributed_c10d._get_default_store()
-    heard.add("heard", 1)
-    while heard.add("heard", 0) < dist.get_world_size() - 1 and time.monotonic() < began + 30:
+    store = dist.distributed_c10d._get_default_store()
+    store.add("noticed", 1)
+    while store.add("noticed", 0) < dist.get_world_size() - 1 and time.monotonic() < began + 30:
         time.sleep(0.05)
     return str(caught.value), seconds
 
@@ -98,7 +98,7 @@ def test_a_rank_that_was_killed_is_noticed_by_all_at_once():
 
 
 def test_a_rank_that_is_stopped_is_named_after_the_timeout():
-    """It did not answer, and why is said where it can be seen."""
+    """It did not answer; the message has the reason if this machine can see it."""
     answers = run_ranks(end_one, 1, signal.SIGSTOP, size=2, limit_seconds=100)
     assert answers[1].end == "hung"
     (text, seconds) = values_of(answers[:1])[0]
@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_come_is_named():
     """Where the channel is opened, no rank knows the processes of the others yet."""
     *others, _ = values_of(run_ranks(open_without_the_last, size=3))
     for other in others:
-        assert other.startswith("rank 2 of 3 did not come to the same call within 3 s (")
+        assert other.startswith("rank 2 of 3 did not make the same call within 3 s (")
 
 
 def lose_one_of_a_part():
@@ -261,5 +261,5 @@ def test_a_channel_of_a_group_that_was_destroyed_says_so():
         assert channel.exchange("here") == ["here"]
     finally:
         dist.destroy_process_group()
-    with pytest.raises(RankLost, match=r"^the process group was destroyed: .* make the Runner anew$"):
+    with pytest.raises(RankLost, match=r"^the process group was destroyed: .* make a new Runner$"):
         channel.exchange("here")

@@ -197,8 +197,8 @@ def results_of(name):
     return [value[name] for value in values_of(answers())]
 
 
-UNDONE = "RankFailed: step 0 was undone on every rank, as it could not be done on one: "
-CHECKPOINT = "CannotRetry: the update of step 0 failed on one rank, so parameters may differ between the ranks now: "
+UNDONE = "RankFailed: step 0 was undone on every rank, because it failed on one: "
+CHECKPOINT = "CannotRetry: the update of step 0 failed on another rank ("
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ CHECKPOINT = "CannotRetry: the update of step 0 failed on one rank, so parameter
     ],
 )
 def test_an_error_on_one_rank_undoes_the_step_on_all(name, which, own, others):
-    """That rank gets its own error, the others hear which rank and why; everything is as before."""
+    """That rank gets its own error, the others get its rank and reason; the step is undone."""
     for rank, (text, changed) in enumerate(results_of(name)):
         assert text.startswith(own if rank == which else others)
         assert changed == []
@@ -235,33 +235,33 @@ def test_after_an_update_that_failed_on_one_rank_all_are_sent_to_load_a_checkpoi
     """Parameters may differ between the ranks."""
     for rank, (text, _) in enumerate(results_of(name)):
         if rank != 1:
-            assert text.startswith(f"{CHECKPOINT}load your last checkpoint on each (rank 1: ")
+            assert text.startswith(f"{CHECKPOINT}rank 1: ")
 
 
-def test_ranks_that_are_not_at_the_same_place_say_so():
+def test_ranks_that_make_different_calls_say_so():
     """Instead of summing gradients of different steps."""
     for text, changed in results_of("another call"):
         number = re.search(r"of Runner (\d+)", text)[1]
         assert text == (
-            f"RankFailed: the ranks are not at the same place (rank 0: accumulate 0 of Runner {number}, 'open'; "
+            f"RankFailed: the ranks made different calls (rank 0: accumulate 0 of Runner {number}, 'open'; "
             f"rank 1: step 0 of Runner {number}, 'open'; rank 2: step 0 of Runner {number}, 'open'): make the same "
-            f"calls in the same order on each, and as many of them"
+            f"calls in the same order on every rank"
         )
         assert changed == []
     assert results_of("after another call") == [((4, 4), 0)] * SIZE
 
 
 def test_a_step_on_one_rank_and_a_runner_on_another_do_not_meet():
-    """Both hear of it, and the next exchange is in step again."""
+    """Both fail, and the next exchange is in step again."""
     for text, _ in results_of("another function"):
-        assert text.startswith("RankFailed: the ranks are not at the same place (rank 0: Runner()")
+        assert text.startswith("RankFailed: the ranks made different calls (rank 0: Runner()")
         assert "rank 1: step 0 of Runner " in text
 
 
 def test_two_runners_of_one_group_are_not_mixed_up():
     """The gradients of different models would be summed."""
     for text, changed in results_of("another runner"):
-        assert text.startswith("RankFailed: the ranks are not at the same place (rank 0: step 0 of Runner ")
+        assert text.startswith("RankFailed: the ranks made different calls (rank 0: step 0 of Runner ")
         assert changed == []
 
 
@@ -275,11 +275,11 @@ def test_the_default_device_of_torch_is_not_asked():
     [
         (
             "earlier gradients",
-            "InvalidArgument: there are gradients from before the step, and they differ between the ranks",
+            "InvalidArgument: gradients from before the step differ between the ranks",
         ),
-        ("a call of the wrapper", "InvalidArgument: step() called the DistributedDataParallel model itself"),
+        ("a call of the wrapper", "InvalidArgument: step() called the DistributedDataParallel model, which"),
         ("other buffers", "InvalidArgument: the ranks have different buffers"),
-        ("other rates", "InvalidArgument: the learning rates differ between the ranks (rank 0: "),
+        ("other rates", "InvalidArgument: learning rates differ between the ranks (rank 0: "),
         ("after other buffers", "InvalidArgument: the ranks have different buffers"),
         ("frozen on one", "InvalidArgument: the ranks train different parameters"),
         ("sparse gradients", "InvalidArgument: sparse gradients are not summed over ranks"),
@@ -287,8 +287,8 @@ def test_the_default_device_of_torch_is_not_asked():
 )
 def test_what_would_be_wrong_is_refused_on_every_rank(name, text):
     """In the same words."""
-    for said, changed in results_of(name):
-        assert said.startswith(text)
+    for raised, changed in results_of(name):
+        assert raised.startswith(text)
         assert changed == []
 
 

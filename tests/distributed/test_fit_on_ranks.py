@@ -257,15 +257,15 @@ def test_shares_follow_the_speed():
         (
             "zero",
             (
-                "ZeroRedundancyOptimizer talks to the other ranks in its step, and each rank's trials are its own: use "
-                "fully_shard(model), or plan with the optimizer that it wraps and pass this one to Runner()"
+                "ZeroRedundancyOptimizer communicates in its step, but each rank runs its trials alone: use "
+                "fully_shard(model), or pass fit() the optimizer inside it and Runner() this one"
             ),
         ),
         ("wrong share", "share=[20, 21] makes 41 samples, not target_batch=40: pass [20, 20] for these proportions"),
         (
             "plain",
             (
-                "2 ranks are running and the model is Plain, whose gradients nobody sums over them: pass "
+                "2 ranks are running, and gradients of Plain are not summed over them: pass "
                 "torch.nn.parallel.DistributedDataParallel(model) or fully_shard(model), or plan on one rank and use "
                 "plan.settings()"
             ),
@@ -273,8 +273,8 @@ def test_shares_follow_the_speed():
         (
             "sync",
             (
-                "the layer 1 is SyncBatchNorm, which talks to the other ranks inside the forward pass, so that a rank "
-                "that retries alone would leave them waiting: use GroupNorm, or BatchNorm of each micro-batch"
+                "the layer 1 is SyncBatchNorm: it communicates inside the forward pass, so a rank that retries alone "
+                "would leave the others waiting; use GroupNorm, or BatchNorm of each micro-batch"
             ),
         ),
         (
@@ -287,14 +287,14 @@ def test_shares_follow_the_speed():
         (
             "ignored",
             (
-                "the model ignores trained parameters (DDP's parameters_to_ignore), which would then differ between "
-                "the ranks: leave them out of it, or freeze them"
+                "the model ignores trained parameters (DDP's parameters_to_ignore), so they would differ between "
+                "the ranks: do not ignore them, or freeze them"
             ),
         ),
         (
             "sharded",
             (
-                "the parameter head.weight is a DTensor, and fully_shard was not called on the model (tensor "
+                "the parameter head.weight is a DTensor in a model without fully_shard (tensor "
                 "parallelism), which is not supported: use fully_shard(model) or DistributedDataParallel(model)"
             ),
         ),
@@ -308,8 +308,8 @@ def test_shares_follow_the_speed():
         (
             "hook",
             (
-                "the model has a DDP communication hook, which would not be called, as gradients are summed after the "
-                "last micro-batch: build DistributedDataParallel without register_comm_hook()"
+                "the model has a DDP communication hook, but the Runner sums gradients after the last "
+                "micro-batch and would not call it: build DistributedDataParallel without register_comm_hook()"
             ),
         ),
     ],
@@ -356,10 +356,10 @@ def test_what_would_move_parameters_apart_is_refused_on_every_rank(name, text):
 
 
 def test_a_rank_on_which_nothing_fits_stops_the_others():
-    """It gets its own error, and the other one hears of it."""
+    """It gets its own error, and the other one gets the reason."""
     first, second = results_of("no memory")
     assert second.startswith("DoesNotFit: ")
-    assert first.startswith("RankFailed: fit() could not be done on each rank: rank 1: DoesNotFit: ")
+    assert first.startswith("RankFailed: fit() failed on another rank: rank 1: DoesNotFit: ")
 
 
 @pytest.mark.parametrize(
@@ -378,12 +378,12 @@ def test_a_rank_on_which_nothing_fits_stops_the_others():
 )
 def test_an_error_is_news_to_the_others_each_time(name, text):
     """Be it the same object, or one that lies where the last one lay: they wait for this rank in each call."""
-    failed = f"RankFailed: fit() could not be done on each rank: rank 1: {text}"
+    failed = f"RankFailed: fit() failed on another rank: rank 1: {text}"
     assert results_of(name) == [[failed] * 5, [text] * 5]
 
 
 def test_a_split_is_verified_on_each_rank_by_itself():
-    """The wrapper talks to nobody."""
+    """The wrapper does not communicate."""
     assert results_of("verify") == [True, True]
 
 

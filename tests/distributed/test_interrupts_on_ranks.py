@@ -1,4 +1,4 @@
-"""Interrupts and errors between exchanges, and errors that are hard to report: the other ranks hear, and none waits."""
+"""Interrupts and errors between exchanges, and errors that are hard to report: no other rank waits for them."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def interrupted_after(count):
     exchange, done = Channel.exchange, []
 
     def exchange_and_raise(channel, message):
-        heard = exchange(channel, message)
+        messages = exchange(channel, message)
         done.append(message)
         if dist.get_rank() == WHICH and len(done) == count:
             signal.raise_signal(signal.SIGINT)
-        return heard
+        return messages
 
     with mock.patch.object(Channel, "exchange", exchange_and_raise):
         yield
@@ -215,13 +215,13 @@ def results_of(name):
     return [value[name] for value in values_of(answers())]
 
 
-UNDONE = "RankFailed: step 0 was undone on every rank, as it could not be done on one: rank 1: "
+UNDONE = "RankFailed: step 0 was undone on every rank, because it failed on one: rank 1: "
 WELL = ("none", False)
 
 
 @pytest.mark.parametrize("place", ["open", "ready"])
 def test_an_interrupt_after_an_exchange_undoes_the_step_on_all(place):
-    """What all have heard is noted before it is raised; the next step is in order."""
+    """The exchange is noted before the interrupt is raised; the next step succeeds."""
     other, own = results_of(f"step {place}")
     assert other == (f"{UNDONE}KeyboardInterrupt", False, 0, False, WELL)
     assert own == ("KeyboardInterrupt", False, 0, False, WELL)
@@ -229,16 +229,16 @@ def test_an_interrupt_after_an_exchange_undoes_the_step_on_all(place):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_worker_that_is_killed_during_an_exchange_is_this_ranks_error(count):
-    """Not that of a rank that did not answer: the exchange ends, and then the others hear of it."""
+    """Not that of a rank that did not answer: the exchange ends, and then the others get the reason."""
     other, own = values_of(run_ranks(lose_a_worker, count))
     reason = "rank 1: RuntimeError: DataLoader worker (pid 1) is killed by signal: Killed."
-    undone = f"RankFailed: step 0 was undone on every rank, as it could not be done on one: {reason}"
+    undone = f"RankFailed: step 0 was undone on every rank, because it failed on one: {reason}"
     assert other == ((undone, False), ("none", False))
     assert own == (("RuntimeError", False), ("none", False))
 
 
-def test_an_interrupt_on_hearing_that_another_rank_has_failed_is_not_told_again():
-    """Nobody would hear it before the next step, which would fail for it."""
+def test_an_interrupt_after_another_rank_has_failed_is_not_sent_again():
+    """It would reach the others in the next step, which would fail."""
     assert results_of("another") == [
         (("OSError: disk", False), WELL),
         (("KeyboardInterrupt", False), WELL),
@@ -248,7 +248,7 @@ def test_an_interrupt_on_hearing_that_another_rank_has_failed_is_not_told_again(
 def test_an_interrupt_right_before_the_update_is_one_in_the_update():
     """The other ranks have stepped; they are sent to load a checkpoint."""
     other, own = results_of("step update")
-    assert other[0].startswith("CannotRetry: the update of step 0 failed on one rank")
+    assert other[0].startswith("CannotRetry: the update of step 0 failed on another rank")
     assert (other[1:4], own[:4]) == ((False, 0, True), ("KeyboardInterrupt", False, 0, False))
     assert (other[4], own[4]) == (WELL, WELL)
 
@@ -259,22 +259,22 @@ def test_an_interrupt_in_the_last_exchange_of_a_step_finds_it_done():
 
 
 @pytest.mark.parametrize("block", IN_FIT[:-1])
-def test_an_interrupt_between_two_blocks_of_fit_is_heard_in_the_next(block):
+def test_an_interrupt_between_two_blocks_of_fit_is_sent_in_the_next(block):
     """Else the others would wait there."""
     (other, again), (own, own_again) = results_of(f"fit {block}")
-    assert other == ("RankFailed: fit() could not be done on each rank: rank 1: KeyboardInterrupt", False)
+    assert other == ("RankFailed: fit() failed on another rank: rank 1: KeyboardInterrupt", False)
     assert (own, again, own_again) == (("KeyboardInterrupt", False), WELL, WELL)
 
 
 def test_an_interrupt_after_the_last_block_of_fit_is_this_ranks_own():
-    """The others have their plans, and hear nothing of it in the next call."""
+    """The others have their plans, and the next call does not get it."""
     assert results_of("fit check") == [(WELL, WELL), (("KeyboardInterrupt", False), WELL)]
 
 
-def test_an_error_between_two_blocks_of_fit_is_heard_in_the_next():
+def test_an_error_between_two_blocks_of_fit_is_sent_in_the_next():
     """With its reason."""
     (other, again), (own, own_again) = results_of("between")
-    assert other == ("RankFailed: fit() could not be done on each rank: rank 1: MemoryError: no host memory", False)
+    assert other == ("RankFailed: fit() failed on another rank: rank 1: MemoryError: no host memory", False)
     assert (own, again, own_again) == (("MemoryError", False), WELL, WELL)
 
 
@@ -298,6 +298,6 @@ def test_an_error_that_is_hard_to_report_undoes_the_step_on_all(name, own, reaso
 def test_a_step_inside_join_is_refused():
     """Ranks whose samples have ended would answer sums that are never made."""
     (other, hung), own = results_of("join")
-    assert other.startswith("InvalidArgument: join() was called on the model, where ranks without samples answer sums")
+    assert other.startswith("InvalidArgument: join() was called on the model, but the Runner sums")
     assert not hung
     assert own == ("InvalidArgument", False)

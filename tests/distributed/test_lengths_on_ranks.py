@@ -259,7 +259,7 @@ def test_memory_may_end_on_one_rank(failing):
 
 
 def test_a_rank_that_refuses_a_sample_stops_all():
-    """The reason is heard on the other one, nothing has moved, and the next step runs."""
+    """The other one gets the reason, nothing has moved, and the next step runs."""
     (first, first_ran), (second, second_ran) = results_of("errors")
     text = "InvalidArgument: a sample is 25 long, and the longest that fit() tried is 24"
     assert second["too long"].startswith(text)

@@ -1,4 +1,4 @@
-"""``map`` on several ranks: each runs pieces of its own, so a model whose forward passes meet is refused."""
+"""``map`` on several ranks: each runs pieces of its own, so a model whose forward passes communicate is refused."""
 
 from __future__ import annotations
 

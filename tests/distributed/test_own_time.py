@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from autobatch.distributed.own_time import OwnTime
+from autobatch.distributed.ranks import OwnTime
 
 pytestmark = pytest.mark.quick
 

@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
+from autobatch.distributed.channel import Channel
 from autobatch.distributed.ranks import find_ranks, refuse_differences, world_size
 from autobatch.errors import InvalidArgument
 from autobatch.training.step_errors import find_bound
@@ -101,10 +102,12 @@ def test_the_bound_of_a_share_is_no_bound_of_the_users():
 def test_what_differs_between_the_ranks_is_named():
     """With what each has, by its rank among all processes."""
     refuse_differences([{"target_batch=": 8}, {"target_batch=": 8}], None)
-    of_two = types.SimpleNamespace(channel=types.SimpleNamespace(members=[2, 3]), refuse=lambda error: error)
+    channel = types.SimpleNamespace(members=[2, 3])
+    channel.list_by_rank = types.MethodType(Channel.list_by_rank, channel)
+    of_two = types.SimpleNamespace(channel=channel, refuse=lambda error: error)
     with pytest.raises(InvalidArgument) as caught:
-        said = [{"share=": "equal", "target_batch=": 8}, {"share=": "equal", "target_batch=": 9}]
-        refuse_differences(said, of_two)
+        gathered = [{"share=": "equal", "target_batch=": 8}, {"share=": "equal", "target_batch=": 9}]
+        refuse_differences(gathered, of_two)
     assert str(caught.value) == (
         "target_batch= differs between the ranks (rank 2: 8; rank 3: 9): pass the same on each"
     )

@@ -164,8 +164,8 @@ def results_of(name):
 
 
 def undone(step):
-    """How the other ranks hear of it."""
-    return f"RankFailed: step {step} was undone on every rank, as it could not be done on one: "
+    """What the other ranks raise."""
+    return f"RankFailed: step {step} was undone on every rank, because it failed on one: "
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -174,7 +174,7 @@ def undone(step):
     ("name", "own"), [("an error", "ValueError: my own bug"), ("an interrupt", "KeyboardInterrupt")]
 )
 def test_an_error_inside_a_pass_of_one_rank_undoes_the_step_on_all(name, own, place, step):
-    """In a pass that is known (step 1) or not (step 0): the others hear which rank and why, and can go on."""
+    """In a pass that is known (step 1) or not (step 0): the others get its rank and reason, and can continue."""
     for rank, (text, changed) in enumerate(results_of(f"{name} in {place}, step {step}")):
         assert text.startswith(own if rank == 1 else f"{undone(step)}rank 1: {own}")
         assert changed == []
@@ -198,7 +198,7 @@ def test_a_shortage_inside_a_pass_makes_all_ranks_drop_it(place, step):
     ],
 )
 def test_an_error_outside_of_passes_undoes_the_step_too(name, which, own):
-    """That rank gets its own error, the others hear which rank and why; everything is as before."""
+    """That rank gets its own error, the others get its rank and reason; the step is undone."""
     for rank, (text, changed) in enumerate(results_of(name)):
         assert text.startswith(own if rank == which else f"{undone(0)}rank {which}: {own}")
         assert changed == []
@@ -210,10 +210,10 @@ def test_after_an_update_that_failed_on_one_rank_all_are_sent_to_load_a_checkpoi
         assert text.startswith("CannotRetry: ")
 
 
-def test_ranks_that_are_not_at_the_same_place_say_so():
+def test_ranks_that_make_different_calls_say_so():
     """Instead of gathering for different steps."""
     for text, changed in results_of("another call"):
-        assert text.startswith("RankFailed: the ranks are not at the same place (rank 0: accumulate 0 of Runner ")
+        assert text.startswith("RankFailed: the ranks made different calls (rank 0: accumulate 0 of Runner ")
         assert changed == []
     assert results_of("after another call") == [((4, 4), 0)] * SIZE
 
@@ -221,9 +221,7 @@ def test_ranks_that_are_not_at_the_same_place_say_so():
 def test_earlier_gradients_on_one_rank_only_are_refused():
     """The optimizer would add a part of a gradient to the whole."""
     for text, changed in results_of("earlier gradients on one"):
-        assert text.startswith(
-            "InvalidArgument: there are gradients from before the step, and they differ between the ranks"
-        )
+        assert text.startswith("InvalidArgument: gradients from before the step differ between the ranks")
         assert changed == []
 
 

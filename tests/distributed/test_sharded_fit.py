@@ -45,7 +45,7 @@ def failing_step(model, batch):
 
 
 def short_or_failing_step(model, batch):
-    """Memory ends on one rank where the other one has an error of its own, before they meet again."""
+    """Memory ends on one rank where the other one has an error of its own, before the next exchange."""
     loss = mean_step(model, batch)
     if len(batch[0]) > 2:
         is_short = dist.get_rank() == 0
@@ -205,22 +205,22 @@ def test_the_split_is_not_checked():
 
 @pytest.mark.parametrize("name", ["an error", "an error beside a shortage"])
 def test_an_error_in_a_trial_of_one_rank_ends_fit_on_all(name):
-    """It gets its own error, the others hear which rank and why; so does one that runs out of memory there."""
+    """It gets its own error, the others get its rank and reason; so does one that runs out of memory there."""
     first, second = results_of(name)
     assert second == "ValueError: my own bug"
     assert first.startswith("RankFailed: trial ")
-    assert first.endswith("was undone on every rank, as it could not be done on one: rank 1: ValueError: my own bug")
+    assert first.endswith("was undone on every rank, because it failed on one: rank 1: ValueError: my own bug")
 
 
 def test_nothing_fits_where_it_does_not_fit_one_rank():
-    """All hear what one sample needs."""
+    """All ranks get the bytes of one sample."""
     for text in results_of("nothing fits"):
         assert text.startswith("DoesNotFit: a micro-batch of 1 sample does not fit on ")
 
 
 REFUSALS = {
     "speed": (
-        "share='speed' is for DistributedDataParallel: with sharded parameters ranks wait for each other in each "
+        "share='speed' needs DistributedDataParallel: with sharded parameters ranks wait for each other in each "
         "micro-batch; pass share='equal', or a number of samples for each rank"
     ),
     "scaler": (
@@ -231,8 +231,8 @@ REFUSALS = {
         "fully_shard was called on modules inside Sequential and not on the whole model: call fully_shard(model) last"
     ),
     "ignored": (
-        "the parameter 0.weight is not sharded (ignored_params=), so nobody would sum its gradient over the ranks: "
-        "leave it out of ignored_params="
+        "the parameter 0.weight is not sharded (ignored_params=), so its gradient is not summed over the ranks: do "
+        "not ignore it"
     ),
     "unsynced": "gradients are not summed over the ranks: call model.set_requires_gradient_sync(True) before",
     "uneven": (
@@ -240,7 +240,7 @@ REFUSALS = {
     ),
     "hybrid": (
         "the parameter 0.weight is sharded over a mesh of 2 dimensions (HSDP or tensor parallelism), which is not "
-        "supported: call fully_shard() with a mesh of one"
+        "supported: call fully_shard() with a mesh of one dimension"
     ),
     "offloaded": "fully_shard(offload_policy=CPUOffloadPolicy()) is not supported: leave it out",
 }

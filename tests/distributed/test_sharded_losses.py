@@ -290,6 +290,6 @@ def test_a_loss_of_nan_that_only_the_model_has_seen_is_refused():
     """0 times nan is nan, and there is nothing else from which zeros could flow."""
     first, second = results_of("only a loss")
     assert second[0].startswith("InvalidArgument: the model returns only its loss, which is nan or infinite in a ")
-    assert first[0].startswith("RankFailed: accumulate 0 was undone on every rank, as it could not be done on ")
+    assert first[0].startswith("RankFailed: accumulate 0 was undone on every rank, because it failed on ")
     assert not first[1]
     assert not second[1]

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.distributed.pass_record import Collective, PassDiffers, PassRecord
+from autobatch.distributed.sharded.pass_record import Collective, PassDiffers, PassRecord
 from autobatch.errors import AutobatchError
 from autobatch.testing import FakeDevice
 
@@ -83,7 +83,7 @@ class Training:
         self.model.zero_grad()
         return result.micro_batch_sizes, result.retries, worst
 
-    def count_meetings(self):
+    def count_exchanges(self):
         """Of a step."""
         channel = self.runner._ranks.channel
         before = channel._exchanges
@@ -156,8 +156,8 @@ last: InvalidArgument: backward passes are not finished (set_is_last_backward(Fa
 model.set_is_last_backward(True) before
 collectives: InvalidArgument: set_custom_all_gather() or set_custom_reduce_scatter() was called after Runner() was \
 made: call it before
-waiting: InvalidArgument: there are gradients of an earlier backward pass that were not summed over the ranks \
-(set_requires_gradient_sync(False)): leave accumulating to the Runner, or call model.reset_iter_state() to drop them
+waiting: InvalidArgument: an earlier backward pass left gradients that are not summed over the ranks \
+(set_requires_gradient_sync(False)): let the Runner accumulate, or call model.reset_iter_state() to drop them
 """
 
 
@@ -170,12 +170,12 @@ def change(name):
 
 
 def run_evaluation():
-    """Meetings of the steps before and after an evaluation."""
+    """Exchanges of the steps before and after an evaluation."""
     training = Training()
     training.runner.accumulate(training.batch)
-    before = training.count_meetings()
+    before = training.count_exchanges()
     evaluate(training)
-    return before, training.count_meetings(), training.count_meetings()
+    return before, training.count_exchanges(), training.count_exchanges()
 
 
 def run_orders():
@@ -186,9 +186,9 @@ def run_orders():
         if number == 2:
             training.fail_on(1)
         found.append(training.accumulate())
-    meetings = training.count_meetings()
+    exchanges = training.count_exchanges()
     training.model.order = (0, 2, 2)
-    return [*found, training.accumulate()], meetings
+    return [*found, training.accumulate()], exchanges
 
 
 def run_late_shortage():
@@ -282,17 +282,17 @@ def results_of(name):
 
 
 def test_an_evaluation_between_two_steps_leaves_passes_known():
-    """As many meetings as before it."""
+    """As many exchanges as before it."""
     for before, *after in results_of("evaluation"):
         assert after == [before, before]
 
 
 def test_a_pass_that_differs_is_run_again_on_all_ranks():
     """Also where memory has ended on one of them before it could differ there; and it is known again in the end."""
-    for (found, meetings), (known, *_) in zip(results_of("orders"), results_of("evaluation"), strict=True):
+    for (found, exchanges), (known, *_) in zip(results_of("orders"), results_of("evaluation"), strict=True):
         assert [retries for _, retries, _ in found] == [0, 0, 1, 0, 0, 0, 0]
         assert max(error for *_, error in found) < 1e-12
-        assert meetings == known
+        assert exchanges == known
 
 
 def test_a_rank_that_is_not_short_runs_its_micro_batches_again_as_they_were():
@@ -308,7 +308,7 @@ def test_blocks_of_one_shape_in_another_order_on_one_rank_are_refused():
     for first, after_first, second, after_second in results_of("other order"):
         for text, changed in (first, second):
             assert text == (
-                "RankFailed: the ranks' passes differ: each has to run the same sharded modules in the same order"
+                "RankFailed: the ranks' passes differ: run the same sharded modules in the same order on every rank"
             )
             assert changed == []
         for sizes, retries, error in (after_first, after_second):
@@ -329,7 +329,7 @@ def test_a_rank_that_has_only_one_sample_fails_with_its_own_error():
     """And all can go on."""
     first, second = results_of("one sample")
     assert second[7][0].startswith("ValueError: Expected more than 1 value per channel when training")
-    assert first[7][0].startswith("RankFailed: accumulate 0 was undone on every rank, as it could not be done on one: ")
+    assert first[7][0].startswith("RankFailed: accumulate 0 was undone on every rank, because it failed on one: ")
     assert first[7][1] == second[7][1] == []
     assert first[8] == second[8] == (2,)
 
@@ -344,21 +344,21 @@ def test_a_rank_without_memory_for_zeros_says_so():
     """Itself at once, the others when they no longer wait."""
     for text in results_of("twice"):
         assert text.startswith(
-            "RankLost: rank 1 of 2 could not go on: memory ended while it took part in the rest of a pass with zeros: "
+            "RankLost: rank 1 of 2 could not continue: ran out of memory for the zeros of a pass that other ranks run: "
         )
 
 
 def make_pass(record, name, places):
     """Run a pass of gathers alone; returns what was asked for."""
     asked = []
-    record.ask = asked.append
+    record.agree = asked.append
     record.begin(name)
     for place in places:
         collective = Collective("gather", place, 2, 1, torch.float32, torch.device("cpu"), lambda output, given: None)
         record.take_part(collective, torch.zeros(2), torch.zeros(1))
     record.check_end()
     record.end()
-    record.ask = None
+    record.agree = None
     return len(asked)
 
 

@@ -301,8 +301,8 @@ def begin_without_samples():
 def test_a_rank_without_samples_in_its_first_step_is_told_so():
     """It has to run the model with something."""
     first, second = values_of(run_ranks(begin_without_samples, size=2))
-    assert second.startswith("InvalidArgument: this rank has no samples, and had none before: parameters are sharded")
-    assert first.startswith("RankFailed: step 0 was undone on every rank, as it could not be done on one: rank 1: Inv")
+    assert second.startswith("InvalidArgument: this rank has had no samples yet, but with sharded parameters")
+    assert first.startswith("RankFailed: step 0 was undone on every rank, because it failed on one: rank 1: Inv")
 
 
 class Moving(nn.Module):

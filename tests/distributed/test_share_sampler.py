@@ -269,7 +269,7 @@ def load(**changes):
 WHOLE = "must be an int from 0 to"
 NO_INDICES = "whose samples have no indices to share: pass a map-style dataset, with len() and dataset[index]"
 NO_STATE = "pass what state_dict() of a ShareSampler returned"
-OTHER = "make it with the former, or begin an epoch anew with set_epoch()"
+OTHER = "make it with the former, or begin another epoch with set_epoch()"
 OTHERS = {"seed": (1, 0), "shuffle": (False, True), "samples": (41, 40), "target_batch": (24, 12)}
 """What the state says, and what the sampler has."""
 REFUSED = [

@@ -93,8 +93,8 @@ def test_a_loss_that_is_none_of_these_is_named_once(fits, tmp_path, caplog):
     (line,) = [record.getMessage() for record in caplog.records if "approximate" in record.getMessage()]
     size = {3: 3, 4: 3, 5: 5}[fits]  # halves of 20
     assert line == (
-        "the loss of Weighted is no mean or sum over samples or labels: that of evaluation batches which "
-        f"run in parts is approximate; with per_device_eval_batch_size={size} they fit whole"
+        "the loss of Weighted is not a mean or sum over samples or labels, so it is approximate for "
+        f"evaluation batches that run in parts: with per_device_eval_batch_size={size} they run whole"
     )
 
 
@@ -209,6 +209,6 @@ def test_texts_that_differ_in_each_batch_are_one_kind_at_last(caplog):
     assert len({id(kind) for kind in datasets}) == 100
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        "evaluation batches of SimpleNamespace have come in 32 kinds: those that differ by a new text in "
-        "file only are one kind from now on, whose parts' losses are put together in one way"
+        "evaluation batches of SimpleNamespace have 32 kinds, so batches that differ only by a new text in "
+        "file count as one kind from now on, and their losses are combined in one way"
     )

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from autobatch.integrations.lightning.log_rules import agreed_rules
 from autobatch.integrations.lightning.logs import Rule
 
-UNKNOWN = "and the few samples that were compared do not show how it is put together"
+UNKNOWN = "and a comparison of a few samples did not show how to combine it over micro-batches"
 
 
 def whole_only(self, batch, batch_idx):
@@ -194,8 +194,8 @@ def test_what_cannot_be_put_together_is_named(caplog):
         train(module=made, attached={}, limit_train_batches=1)
     found = [record.getMessage() for record in caplog.records if record.name == "autobatch"]
     assert len(found) == 2
-    assert "Net.mean (MeanMetric) does not add up over micro-batches: give it samples" in found[0]
-    assert "Net logs 'spread', which is no mean, sum, largest or smallest value of its samples" in found[1]
+    assert "Net.mean (MeanMetric) does not add up over micro-batches: update it with samples" in found[0]
+    assert "Net logs 'spread', which is not a mean, sum, largest or smallest value of its samples" in found[1]
 
 
 def log_later(self, batch, batch_idx):
@@ -214,7 +214,7 @@ def test_what_a_later_batch_logs_first_is_put_together_too(caplog):
     assert apart(whole, split) < 1e-12
     assert [log.get("squares") for log in split.logs] == pytest.approx([log.get("squares") for log in whole.logs])
     assert split.module.calls == whole.module.calls
-    assert caplog.text.count("Net logs 'spread', which is no mean, sum") == 1
+    assert caplog.text.count("Net logs 'spread', which is not a mean, sum") == 1
     assert "squares" not in caplog.text
 
 
@@ -317,7 +317,7 @@ def test_a_metric_that_is_reset_in_some_batches_only_is_named(first, caplog):
         module=with_metrics(step, own=torchmetrics.classification.MulticlassAccuracy(4, average="micro")), attached={}
     )
     assert caplog.text.count("Net logs 'own' of a metric that it resets in training_step") == 1
-    assert "which is no mean" not in caplog.text
+    assert "which is not a mean" not in caplog.text
 
 
 def clear_in_place(self, epoch, batch_idx, optimizer):

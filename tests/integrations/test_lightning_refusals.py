@@ -93,7 +93,7 @@ REFUSED = {
     "no loss for a part": (
         {"made": Made(changes={"training_step": gives_up}), "attached": {"check": None}},
         InvalidArgument,
-        r"^Net\.training_step returned None for a part of a batch: a step is skipped as a whole or not at all",
+        r"^Net\.training_step returned None for a part of a batch, but a step can be skipped only as a whole",
     ),
     "self.log in on_after_backward": (
         {"made": Made(changes={"on_after_backward": logs_gradients})},

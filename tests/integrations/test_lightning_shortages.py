@@ -22,7 +22,7 @@ def test_steps_that_run_out_of_memory_end_exactly(caplog):
     """In forward, in backward, at once, and while clipping: weights, logs, rates, hooks are those of whole batches."""
     whole, split = train(), train(attached={}, faults={1: [40], 2: [20, 100], 5: [70], 7: [335]})
     assert split.retries == 4
-    assert sum("the step is run once more" in record.getMessage() for record in caplog.records) == 1
+    assert sum("running the step again" in record.getMessage() for record in caplog.records) == 1
     assert apart(whole, split) < 1e-12
     assert logs_apart(whole, split) < 1e-12
     assert split.module.calls == whole.module.calls

@@ -22,7 +22,7 @@ REFUSED = {
     "auto_find_batch_size": (
         {"auto_find_batch_size": True},
         None,
-        "restarts training from step 0 and changes the target batch; switch it off, autobatch does its work",
+        "restarts training from step 0 and changes the target batch; switch it off, autobatch replaces it",
     ),
     "DeepSpeed": (
         {},
@@ -40,7 +40,7 @@ REFUSED = {
         None,
         "updates each layer inside the backward pass",
     ),
-    "nn.DataParallel": ({}, ("args._n_gpu", 2), "nn.DataParallel over 2 GPUs divides the batch by itself"),
+    "nn.DataParallel": ({}, ("args._n_gpu", 2), "nn.DataParallel over 2 GPUs divides the batch, too"),
     "FSDP": ({}, ("is_fsdp_enabled", True), "FSDP gathers parameters inside the passes"),
     **{
         f"{name} parallelism": (

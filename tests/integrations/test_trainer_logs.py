@@ -150,7 +150,7 @@ def test_a_number_that_is_nothing_of_its_samples_is_named(tmp_path, caplog):
 
     train(partial(trainer_of, tmp_path, kind=Spread, max_steps=2), attached={})
     (line,) = [record.getMessage() for record in caplog.records if "spread" in record.getMessage()]
-    assert line.startswith("Spread logs 'spread', which is no mean, sum, largest or smallest value of its")
+    assert line.startswith("Spread logs 'spread', which is not a mean, sum, largest or smallest value of its")
 
 
 class Counter:

@@ -119,8 +119,8 @@ class KnownNames:
             return
         self._has_warned = True
         _log.warning(
-            "%s logs %r, and the few samples that were compared do not show how it is put together: it is "
-            "the mean over micro-batches, or what reduce_fx= says; log it in each batch, whatever its samples are",
+            "%s logs %r, and a comparison of a few samples did not show how to combine it over micro-batches: their "
+            "mean is logged, or the value of reduce_fx=; log it in every batch",
             self.module,
             name,
         )
@@ -133,8 +133,8 @@ class KnownNames:
                 continue
             self._reset.add(key)
             _log.warning(
-                "%s logs %r of a metric that it resets in training_step: the first micro-batch's value is "
-                "of earlier batches, too, and the others' are not; reset it in on_train_batch_end, or log the metric",
+                "%s logs %r of a metric that it resets in training_step, so only the first micro-batch's value "
+                "includes earlier batches: reset the metric in on_train_batch_end, or log the metric",
                 self.module,
                 key[0],
             )
@@ -303,8 +303,8 @@ def _is_near(one: Any, other: Any, tolerance: float = _TOLERANCE) -> bool:
 
 def _warn_of_value(step: ModuleStep, call: LogCall) -> None:
     _log.warning(
-        "%s logs %r, which is no mean, sum, largest or smallest value of its samples: what is logged is the "
-        "mean over micro-batches; log a metric of torchmetrics to have the whole batch's",
+        "%s logs %r, which is not a mean, sum, largest or smallest value of its samples, so the mean over "
+        "micro-batches is logged: log a metric of torchmetrics for the whole batch's value",
         type(step.module).__name__,
         call.name,
     )
@@ -325,7 +325,7 @@ def _warn_of_metrics(
     for name in sorted({name.rpartition(".")[0] for name in wrong}):
         kind = type(step.module.get_submodule(name)).__name__
         _log.warning(
-            "%s.%s (%s) does not add up over micro-batches: give it samples, or their number as a weight",
+            "%s.%s (%s) does not add up over micro-batches: update it with samples, or pass their number as a weight",
             type(step.module).__name__,
             name,
             kind,

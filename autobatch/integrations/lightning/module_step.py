@@ -89,8 +89,8 @@ class ModuleStep:
         result = self.loop.output_result_cls.from_training_step_output(returned)
         if result.closure_loss is None:
             self.refusal = (
-                f"{type(self.module).__name__}.training_step returned None for a part of a batch: a step is skipped as "
-                f"a whole or not at all; return a loss"
+                f"{type(self.module).__name__}.training_step returned None for a part of a batch, but a step can be "
+                f"skipped only as a whole: return a loss"
             )
             raise InvalidArgument(self.refusal)
         size = describe(micro_batch).count

@@ -18,7 +18,7 @@ __all__ = ["refuse_accumulation", "refuse_optimizer", "refuse_target", "refuse_u
 
 _STRATEGIES = frozenset(("SingleDeviceStrategy", "DDPStrategy"))
 _CHANGES_THE_TARGET = {
-    "BatchSizeFinder": "changes the target batch; leave it out, autobatch does its work",
+    "BatchSizeFinder": "changes the target batch; leave it out, autobatch replaces it",
     "GradientAccumulationScheduler": "changes the target batch while training; leave it out",
 }
 

@@ -145,7 +145,7 @@ class Optimization:
         except Exception as error:
             if not is_oom(error):
                 raise
-        raise InvalidArgument(f"{refusal}; the whole batch, which decides it, does not fit in memory")
+        raise InvalidArgument(f"{refusal}; the whole batch would show it, but does not fit in memory")
 
     def _run_step(self, runner: LightningRunner, batch: Any) -> StepResult:
         """One step; begun again where a metric or a name was unknown, and once where memory ended before the update."""
@@ -161,7 +161,7 @@ class Optimization:
             except Exception as error:
                 if was_short or not self._may_run_again(runner, error):
                     raise
-                _log.warning("%s; the step is run once more", describe_error(error))
+                _log.warning("%s; running the step again", describe_error(error))
             was_short = True
             self._device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
 
@@ -264,9 +264,8 @@ class Optimization:
         if is_known or (plan.verdict is not None and not plan.verdict.unchecked):
             return
         _log.warning(
-            "the loss of %s.training_step is read as a mean over samples: a few samples and their parts, run with the "
-            "same random numbers, do not show whether it is a mean or a sum; if it is a sum, divide it by the number "
-            "of samples",
+            "the loss of %s.training_step is taken as a mean over samples: a comparison of a few samples with their "
+            "parts did not show whether it is a mean or a sum; if it is a sum, divide it by the number of samples",
             type(self._module).__name__,
         )
 
@@ -284,7 +283,7 @@ class Optimization:
         self._is_searched = True
 
     def _all_or_none(self) -> AbstractContextManager[list[Any]]:
-        """A block of all ranks, at whose end each knows what the others have said."""
+        """Block of all ranks; at its end the list holds what each has appended."""
         if self._trainer.world_size == 1:
             return nullcontext([])
         return all_or_none(find_ranks(self._trainer.strategy.model), "Autobatch(), what is logged")

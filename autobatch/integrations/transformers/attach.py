@@ -141,7 +141,7 @@ def _find_reason(trainer: Any) -> str:
     if arguments.auto_find_batch_size:
         return (
             "auto_find_batch_size=True restarts training from step 0 and changes the target batch; switch it off, "
-            "autobatch does its work"
+            "autobatch replaces it"
         )
     name = str(getattr(arguments.optim, "value", arguments.optim))
     own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate may have wrapped it
@@ -177,9 +177,9 @@ def _check_loss(trainer: Any, check: Literal["warn", "raise"] | None) -> None:
                 f"{type(trainer).__name__}: loss_type={show_value(found[0])} compares the samples of a micro-batch"
             )
             if check == "raise":
-                raise InexactSplit(f"{refusal}, which no split makes exact; {advice}; check='warn' trains all the same")
+                raise InexactSplit(f"{refusal}, so no split of it is exact; {advice}; check='warn' trains anyway")
             if check == "warn":
-                _log.warning("%s, which no split makes exact; %s", refusal, advice)
+                _log.warning("%s, so no split of it is exact; %s", refusal, advice)
 
 
 def _warn_of_few_samples(trainer: Any, target: int) -> None:
@@ -215,7 +215,7 @@ def _find_parallelism(trainer: Any) -> str:
         )
     if trainer.args.n_gpu > 1:
         return (
-            f"nn.DataParallel over {trainer.args.n_gpu} GPUs divides the batch by itself; start with torchrun, or show "
+            f"nn.DataParallel over {trainer.args.n_gpu} GPUs divides the batch, too; start with torchrun, or show "
             f"one GPU with CUDA_VISIBLE_DEVICES"
         )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)

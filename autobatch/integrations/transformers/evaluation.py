@@ -212,7 +212,7 @@ class EvaluationStep:
         self._device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
         self.size = (failed + 1) // 2
         _log.warning(
-            "evaluation ran out of memory at %d samples; goes on with at most %d; %s",
+            "evaluation ran out of memory at %d samples; continuing with at most %d; %s",
             failed,
             self.size,
             reason,

@@ -84,8 +84,8 @@ class EvaluationLoss:
                 return
         self.ways = nearest(joined)
         _log.warning(
-            "the loss of %s is no mean or sum over samples or labels: that of evaluation batches which run "
-            "in parts is approximate; with per_device_eval_batch_size=%d they fit whole",
+            "the loss of %s is not a mean or sum over samples or labels, so it is approximate for evaluation batches "
+            "that run in parts: with per_device_eval_batch_size=%d they run whole",
             type(self._trainer).__name__,
             size,
         )
@@ -186,8 +186,8 @@ class EvaluationKinds:
         if texts and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "evaluation batches of %s have come in %d kinds: those that differ by a new text in %s only "
-                "are one kind from now on, whose parts' losses are put together in one way",
+                "evaluation batches of %s have %d kinds, so batches that differ only by a new text in %s count as one "
+                "kind from now on, and their losses are combined in one way",
                 type(self._trainer).__name__,
                 len(self._known),
                 ", ".join(texts),

@@ -24,8 +24,8 @@ _log = logging.getLogger("autobatch")
 _MOST_TEXTS = 8
 """Values of an entry that is a text, after which it is taken for a file's name or the like; not the next:"""
 _LEFT_OUT = (
-    "%s: the text %r of a batch has had %d values, and none has changed how the loss is divided: from now "
-    "on it is not looked at; where the loss depends on it, name it 'dataset_name'"
+    "%s: the text %r of a batch has had %d values, and none changed how the loss is divided, so it is ignored from now "
+    "on: if the loss depends on it, name it 'dataset_name'"
 )
 DATASET = "dataset_name"
 """Where sentence-transformers names the dataset of a batch, by which it takes the loss."""
@@ -45,7 +45,7 @@ class KnownRules:
         self._left_out: set[str] = set()
         self._batches = 0
         self._asked = Counter[str]()
-        self._said: Sequence[Mapping[str, str | int]] = ()
+        self._gathered: Sequence[Mapping[str, str | int]] = ()
         self._kinds: list[str] = []
 
     def begin(self) -> None:
@@ -53,16 +53,16 @@ class KnownRules:
         self._rules, self._entries, self._left_out, self._batches = {}, {}, set(), 0
         self._asked.clear()
 
-    def find(self, said: Sequence[Mapping[str, str | int]]) -> LossRule | None:
+    def find(self, gathered: Sequence[Mapping[str, str | int]]) -> LossRule | None:
         """The rule for the next batch; ``None`` where none of its kind has come before.
 
         Args:
-            said: The entries of each rank's batch. One rule serves for a step of batches of different kinds where it is
-                exact for each.
+            gathered: Entries of each rank's batch. Batches of different kinds have one rule if it is exact for
+                each.
         """
-        self._batches, self._said = self._batches + 1, said
-        self._kinds = [name_kind(entries, self._left_out) for entries in said]
-        self._entries.update(zip(self._kinds, said, strict=True))
+        self._batches, self._gathered = self._batches + 1, gathered
+        self._kinds = [name_kind(entries, self._left_out) for entries in gathered]
+        self._entries.update(zip(self._kinds, gathered, strict=True))
         if self._together in self._rules:
             return self._rules[self._together]
         rules = [self._rules[kind] for kind in dict.fromkeys(self._kinds) if kind in self._rules]
@@ -126,7 +126,7 @@ class KnownRules:
 
     def _leave_out_texts(self) -> None:
         """Leave texts out of kinds that differ in each batch and change nothing, such as names of files."""
-        texts = {name for entries in self._said for name, value in entries.items() if isinstance(value, str)}
+        texts = {name for entries in self._gathered for name, value in entries.items() if isinstance(value, str)}
         for name in sorted(texts - self._left_out - {DATASET}):
             values = {entries[name] for entries in self._entries.values() if name in entries}
             if len(values) >= _MOST_TEXTS and (rules := self._join_without(name)) is not None:
@@ -134,7 +134,7 @@ class KnownRules:
                 self._left_out.add(name)
                 self._rules = rules
                 self._entries = {name_kind(its, self._left_out): its for its in self._entries.values()}
-                self._kinds = [name_kind(its, self._left_out) for its in self._said]
+                self._kinds = [name_kind(its, self._left_out) for its in self._gathered]
 
     def _join_without(self, name: str) -> dict[str, LossRule] | None:
         """The rules by kinds without this text; ``None`` where rules differ by it."""

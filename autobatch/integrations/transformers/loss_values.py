@@ -76,7 +76,7 @@ def read_loss_values(step: TrainerStep, cut: Cut, model: nn.Module, batch: Any) 
     except AutobatchError:
         raise
     except Exception as error:  # noqa: BLE001 - the step itself is run later, and raises what is the user's
-        _log.info("the losses of a few samples could not be read: %s", describe_error(error))
+        _log.info("could not compare the losses of a few samples: %s", describe_error(error))
     return unknown
 
 

@@ -35,11 +35,11 @@ __all__ = ["OTHERWISE", "cuts_for", "find_rule", "refutes"]
 _log = logging.getLogger("autobatch")
 
 _MEANS = READINGS[1:]
-OTHERWISE = "; check='warn' trains all the same"
+OTHERWISE = "; check='warn' trains anyway"
 """What only an error says, not a warning."""
 _NOT_COMPARED = (
-    "%s: a batch could not be compared with its parts (%s): it is divided as the last was (%s), and "
-    "later ones are asked, ever more rarely"
+    "%s: a batch could not be compared with its parts (%s): it is divided like the last one (%s), and later batches "
+    "are compared instead, less and less often"
 )
 _AS_IF = "; training divides it as if it could be split: {}"
 _ALIKE = "are all alike"
@@ -49,7 +49,7 @@ _NO_PER_STEP = (
     " (in a Trainer: multiply the term by the micro-batch's share of the labels, the number of its labels / "
     "num_items_in_batch, in compute_loss)"
 )
-_NO_WEIGH = " (a Trainer takes no count: for that write the loop with autobatch.Runner)"
+_NO_WEIGH = " (a Trainer cannot pass a count: write the loop with autobatch.Runner instead)"
 
 
 def cuts_for(trainer: Any, collate: Callable[[Sequence[Any]], Any]) -> tuple[Cut, ...]:
@@ -145,7 +145,9 @@ def _order_candidates(
 def _take_values(rule: LossRule, values: LossValues) -> LossRule:
     """A rule that only the values of losses have shown."""
     if not values.explained:
-        _log.warning("%s: the loss is no mean and no sum%s", type(rule.step.trainer).__name__, _AS_IF.format(rule))
+        _log.warning(
+            "%s: the loss is neither a mean nor a sum%s", type(rule.step.trainer).__name__, _AS_IF.format(rule)
+        )
     return replace(rule, open=_find_open(rule.reading, values.compared), is_tried=values.is_tried)
 
 
@@ -179,7 +181,7 @@ def _find_possible(
     if not possible:
         raise InvalidArgument(
             f"{type(step.trainer).__name__}: the batch cannot be divided into samples: its tensors have different "
-            f"numbers of rows, and its data_collator does not make the same batch again of the same samples"
+            f"numbers of rows, and its data_collator makes another batch of the same samples"
         )
     return possible
 
@@ -199,13 +201,11 @@ def _refuse(name: str, nearest: Verdict) -> InexactSplit:
     if nearest.unchecked:
         return InexactSplit(
             f"{name}: it could not be checked whether this loss can be split: {nearest.unchecked}; check='warn' trains "
-            f"all the same"
+            f"anyway"
         )
     advises = any(word in cause for cause in nearest.causes for word in ("weigh=", "as its count"))
     shown = f"{nearest}{_NO_WEIGH if advises else ''}{_NO_PER_STEP if 'PerStep' in str(nearest) else ''}"
-    return InexactSplit(
-        f"{name}: no way was found to split this loss exactly: {shown}; check='warn' trains all the same"
-    )
+    return InexactSplit(f"{name}: no way was found to split this loss exactly: {shown}; check='warn' trains anyway")
 
 
 def _compare(

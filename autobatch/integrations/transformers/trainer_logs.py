@@ -137,8 +137,8 @@ class TrainerLogs:
         self.ways[name] = found[0] if found else _SAMPLES
         if not found:
             _log.warning(
-                "%s logs %r, which is no mean, sum, largest or smallest value of its samples: what is "
-                "logged is the mean over micro-batches",
+                "%s logs %r, which is not a mean, sum, largest or smallest value of its samples, so the mean over "
+                "micro-batches is logged",
                 type(self.trainer).__name__,
                 name[1],
             )

@@ -102,7 +102,7 @@ class TrainerStep:
         except AutobatchError:
             raise
         except Exception as error:  # noqa: BLE001 - the step itself is run later, and raises what is the user's
-            _log.info("a few samples could not be run to see what they log: %s", describe_error(error))
+            _log.info("could not run a few samples to see what they log: %s", describe_error(error))
 
     @contextmanager
     def repeatable(

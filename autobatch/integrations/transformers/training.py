@@ -127,17 +127,18 @@ class TrainingStep:
         """
         cuts, options = cuts_for(self._trainer, self._collate), self._options
         name = type(self._trainer).__name__
-        with self._all_or_none(model, "attach(), the loss") as said:
+        with self._all_or_none(model, "attach(), the loss") as gathered:
             device, check = options.device, options.fit["check"]
             with modes_of_training(module_of(model)):
                 own = find_rule(
                     self._step, cuts, module_of(model), inputs, samples, device=device, check=check, known=known
                 )
             self._step.learn_logs(module_of(model), own.cut, inputs, samples)
-            said.append((own.cut.name, own.reading, own.open, own.is_tried, own.is_exact, own.is_guess))
+            gathered.append((own.cut.name, own.reading, own.open, own.is_tried, own.is_exact, own.is_guess))
         by_name = {cut.name: cut for cut in cuts}
         found = [
-            LossRule(by_name[cut], reading, self._step, tuple(others), *flags) for cut, reading, others, *flags in said
+            LossRule(by_name[cut], reading, self._step, tuple(others), *flags)
+            for cut, reading, others, *flags in gathered
         ]
         rule = self._rules.add(found)
         if rule is None:
@@ -151,7 +152,7 @@ class TrainingStep:
         ways = "; ".join(f"rank {rank}: {rule}" for rank, rule in enumerate(found))
         refusal = InexactSplit(
             f"{name}: no way was found to split this loss exactly: the ranks' batches have different losses ({ways}); "
-            f"check='warn' trains all the same"
+            f"check='warn' trains anyway"
         )
         if self._options.fit["check"] == "raise":
             raise refusal
@@ -160,9 +161,9 @@ class TrainingStep:
 
     def _entries_of_all(self, model: nn.Module, inputs: Any) -> Sequence[Any]:
         """What tells the kind of each rank's batch."""
-        with self._all_or_none(model, "attach(), the kind of the batch") as said:
-            said.append(entries_of(inputs))
-        return said
+        with self._all_or_none(model, "attach(), the kind of the batch") as gathered:
+            gathered.append(entries_of(inputs))
+        return gathered
 
     def _fit(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> Plan:
         """A plan that the dataset's largest samples fit."""
@@ -238,9 +239,9 @@ class TrainingStep:
         metrics = self._step.metrics
 
         def exchange(own: Any) -> list[Any]:
-            with self._all_or_none(model, "attach(), the metrics") as said:
-                said.append(own)
-            return said
+            with self._all_or_none(model, "attach(), the metrics") as gathered:
+                gathered.append(own)
+            return gathered
 
         metrics.merge(samples, exchange if self._step.ranks > 1 else None)
 
@@ -249,10 +250,10 @@ class TrainingStep:
         is_compared = self._rules.is_compared(rule)
         if rule.is_certain and not is_compared:
             return False
-        with self._all_or_none(model, "attach(), the labels") as said:
+        with self._all_or_none(model, "attach(), the labels") as gathered:
             is_open = not rule.is_certain and self._try_twice(lambda: self._may_tell_more(rule, inputs, samples))
-            said.append(is_open or (is_compared and self._is_refuted(model, rule, inputs, samples)))
-        return any(said)
+            gathered.append(is_open or (is_compared and self._is_refuted(model, rule, inputs, samples)))
+        return any(gathered)
 
     def _may_tell_more(self, rule: LossRule, inputs: Any, samples: Any) -> bool:
         is_asked = rule.is_guess and count_samples(inputs, samples) > 1 and self._rules.is_asked_again()
@@ -268,7 +269,7 @@ class TrainingStep:
             return False  # the step itself may fit: it is then asked of a later batch
 
     def _all_or_none(self, model: nn.Module, call: str) -> AbstractContextManager[list[Any]]:
-        """A block of all ranks, at whose end each knows what the others have said; nothing is heard of one rank."""
+        """Block of all ranks; at its end the list holds what each has appended. One rank exchanges nothing."""
         if self._trainer.args.world_size == 1:
             return nullcontext([])
         return all_or_none(find_ranks(model), call)
@@ -303,4 +304,4 @@ class TrainingStep:
                     raise
                 reason = describe_error(error)
             self.device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
-        raise DoesNotFit(f"memory ended while the batch was divided ({reason}); everything is as before the step")
+        raise DoesNotFit(f"ran out of memory while dividing the batch ({reason}); the step was undone")

@@ -1,5 +1,5 @@
-"""Records the collectives of a sharded model's passes, so that a rank that fails can take part in the rest of one."""
-# ruff: noqa: SLF001 - torch has no public name for the collectives that a module uses now
+"""Records the collectives of a sharded model's passes, so that a failed rank can take part in the rest."""
+# ruff: noqa: SLF001 - torch can set a module's collectives, but has no public name to read the present ones
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from autobatch.distributed.sharding import param_groups
+from autobatch.distributed.channel import uninterrupted
+from autobatch.distributed.sharded.model import param_groups
 from autobatch.errors import AutobatchError
-from autobatch.undo.interrupts import deferred_interrupts
 
-__all__ = ["Collective", "PassDiffers", "PassRecord", "is_recorded", "record_of"]
-
-_DIFFERS = "this pass gathers or scatters other parameters than the one before"
-
-_REPEATS = 3
-"""How often a pass has to repeat after one that differed before it is known again; doubled each time."""
+_REPEATS = 3  # equal passes that are needed after one that differed; each difference doubles them
 
 
 class Collective(NamedTuple):
@@ -28,12 +22,12 @@ class Collective(NamedTuple):
 
     Attributes:
         kind: ``"gather"`` or ``"scatter"``.
-        place: Whose: of the model's ``param_groups``, which are the same on each rank.
-        outputs: How many numbers it gives.
-        inputs: How many it takes.
-        dtype: Of both.
-        device: Of both.
-        call: Does it again: with output, input.
+        place: Index in the model's ``param_groups``, the same on each rank.
+        outputs: Number of numbers in the result.
+        inputs: Number of numbers sent.
+        dtype: Type of both.
+        device: Device of both.
+        call: Runs it with an output and an input.
     """
 
     kind: str
@@ -45,26 +39,32 @@ class Collective(NamedTuple):
     call: Callable[[torch.Tensor, torch.Tensor], Any]
 
     def describe(self) -> list[Any]:
-        """What is the same on each rank."""
+        """Return what is the same on each rank."""
         return [self.kind, self.place, self.outputs, self.inputs, str(self.dtype)]
 
 
 class PassDiffers(AutobatchError):
-    """This pass is another than the known one, in which the other ranks are: all drop it, and ask in the next."""
+    """This pass differs from the known one that the other ranks run: all drop it and agree on each collective next."""
+
+    def __init__(self) -> None:
+        super().__init__("this pass gathers or scatters other parameters than the one before")
 
 
 class PassRecord:
-    """What one model's passes consist of.
+    """The collectives of one model's passes.
+
+    A pass is known once it has finished on every rank; after one that differed, only after a few equal ones. In an
+    unknown pass the ranks agree on each collective.
 
     Attributes:
-        ask: Called before a collective of a pass that is not known; raises where another rank will not come.
-            ``None`` outside of a pass.
+        agree: Called before a collective of a pass that is not known; raises if another rank will not take part.
+            ``None`` outside a pass.
         lose: Makes the error of a collective that broke off, from its reason.
     """
 
     def __init__(self) -> None:
-        """Nothing is known."""
-        self.ask: Callable[[list[Any]], None] | None = None
+        """Know no pass yet."""
+        self.agree: Callable[[list[Any]], None] | None = None
         self.lose: Callable[[str], BaseException] = RuntimeError
         self._known: dict[str, Sequence[Collective]] = {}
         self._latest: dict[str, Sequence[Collective]] = {}
@@ -73,53 +73,44 @@ class PassRecord:
         self._name, self._now, self._is_followed = "", list[Collective](), False
 
     def begin(self, name: str) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._name, self._now = name, []
         self._is_followed = name in self._known
 
     def check_end(self) -> None:
-        """Ask whether the pass may end here.
-
-        Raises:
-            PassDiffers: The known one has more collectives, in which the other ranks are.
-        """
+        """Raise PassDiffers if the known pass, which the other ranks run, has more collectives."""
         if self._is_followed and len(self._now) < len(self._known[self._name]):
-            raise PassDiffers(_DIFFERS)
+            raise PassDiffers
 
     def end(self) -> None:
-        """The pass has run to its end, on each rank: the next one of its name is expected to be the same.
+        """End a pass that has finished on every rank; the next one of its name is expected to be equal.
 
-        After one that differed it has to repeat a few times before, and more often each time.
+        After a pass that differed, more repeats are needed each time.
         """
-        name, latest = self._name, self._latest.get(self._name)
         if self._is_followed:
             return
-        is_repeated = latest is not None and _describe(latest) == _describe(self._now)
+        name, latest = self._name, self._latest.get(self._name)
+        is_repeated = latest is not None and [c.describe() for c in latest] == [c.describe() for c in self._now]
         self._repeats[name] = self._repeats.get(name, 0) + 1 if is_repeated else 0
         self._latest[name] = tuple(self._now)
         if self._repeats[name] >= self._needed.get(name, 0):
             self._known[name] = self._latest[name]
 
     def forget(self, name: str) -> None:
-        """A pass of this name differed on a rank, as all have heard: each asks before every collective again."""
+        """Forget a pass that differed on some rank: every rank agrees on each collective again."""
         if self._known.pop(name, None) is not None:
             self._needed[name] = 2 * self._needed.get(name, 0) + _REPEATS
             self._latest.pop(name, None)
 
     def take_part(self, collective: Collective, output: torch.Tensor, given: torch.Tensor) -> Any:
-        """Do a collective of the pass.
-
-        Raises:
-            PassDiffers: Another one is known to come next. What follows ``ask``: its errors.
-        """
-        if self.ask is None:
+        """Run a collective of the pass; raise PassDiffers if the known pass has another one here."""
+        if self.agree is None:
             return collective.call(output, given)
         if not self._is_followed:
-            self.ask(collective.describe())
+            self.agree(collective.describe())
         elif not self._is_expected(collective):
-            raise PassDiffers(_DIFFERS)
-        # Neither a budget nor an interrupt may end it: the others are in it.
-        with deferred_interrupts(), _disable_current_modes():
+            raise PassDiffers
+        with uninterrupted():
             return self._call(collective, output, given)
 
     def _call(self, collective: Collective, output: torch.Tensor, given: torch.Tensor) -> Any:
@@ -137,28 +128,25 @@ class PassRecord:
 
     @torch.no_grad()
     def play_rest(self) -> None:
-        """Take part in what is left of the pass with zeros, as its results are dropped on every rank.
+        """Take part in the rest of the pass with zeros: every rank drops its results.
 
-        A second call goes on where the first has failed.
+        A second call continues after the last collective of the first one.
         """
-        if not self._is_followed:  # the others ask before each: they hear
+        if not self._is_followed:  # the other ranks agree on each collective, and learn there that this rank fails
             return
-        with deferred_interrupts(), _disable_current_modes():
+        with uninterrupted():
             for collective in self._known[self._name][len(self._now) :]:
-                self._play(collective)
-
-    def _play(self, collective: Collective) -> None:
-        given, output = (
-            torch.zeros(count, dtype=collective.dtype, device=collective.device)
-            for count in (collective.inputs, collective.outputs)
-        )
-        work = self._call(collective, output, given)
-        if isinstance(work, dist.Work):
-            work.wait()
+                given, output = (
+                    torch.zeros(count, dtype=collective.dtype, device=collective.device)
+                    for count in (collective.inputs, collective.outputs)
+                )
+                work = self._call(collective, output, given)
+                if isinstance(work, dist.Work):
+                    work.wait()
 
 
 class _Recorded:
-    """A module's collective as it was, with a record of each call."""
+    """A module's collective with a record of each call."""
 
     def __init__(self, kind: str, place: int, inner: Any, record: PassRecord) -> None:
         self.kind, self.place, self.inner, self.record = kind, place, inner, record
@@ -177,7 +165,7 @@ class _Recorded:
 
 
 def record_of(model: nn.Module) -> PassRecord:
-    """The record of a sharded model; made with the first call. Outside of a pass it changes nothing."""
+    """Return the record of a sharded model, made with the first call. Outside a pass it changes nothing."""
     groups = param_groups(model)
     records = [group._all_gather_comm.record for group in groups if is_recorded(group)]
     record = records[0] if records else PassRecord()
@@ -189,9 +177,5 @@ def record_of(model: nn.Module) -> PassRecord:
 
 
 def is_recorded(group: Any) -> bool:
-    """Whether the collectives of one of the model's ``param_groups`` are written down."""
+    """Return whether the collectives of one of the model's ``param_groups`` are recorded."""
     return isinstance(group._all_gather_comm, _Recorded) and isinstance(group._reduce_scatter_comm, _Recorded)
-
-
-def _describe(collectives: Sequence[Collective]) -> list[list[Any]]:
-    return [collective.describe() for collective in collectives]

@@ -1,4 +1,4 @@
-"""``distributed.value_digest``: the same text for equal bits, another one for others, on any layout and dtype."""
+"""``digest_values``: the same text for equal bits, another one for others, on any layout and dtype."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.distributed import value_digest
-from autobatch.distributed.value_digest import digest_values
+from autobatch.distributed import ranks
+from autobatch.distributed.ranks import digest_values
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
 
@@ -55,7 +55,7 @@ def test_large_tensors_are_summed_in_parts(monkeypatch):
     """To the same sum."""
     values = torch.arange(30.0).reshape(10, 3)
     whole = digest_values([values])
-    monkeypatch.setattr(value_digest, "_ELEMENTS_AT_ONCE", 4)
+    monkeypatch.setattr(ranks, "_ELEMENTS_AT_ONCE", 4)
     assert digest_values([values]) == whole
 
 

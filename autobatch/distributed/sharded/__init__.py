@@ -1,0 +1,1 @@
+"""Trains models whose parameters fully_shard has divided: every rank runs the same passes in lockstep."""

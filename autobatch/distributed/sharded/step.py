@@ -1,0 +1,115 @@
+"""Synchronizes one step over the ranks if parameters are sharded: totals, loss, clipping and update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.sharded.lockstep import Lockstep
+from autobatch.distributed.sharded.model import has_shards
+from autobatch.distributed.shared_step import SharedStep
+
+
+class ShardedStep(SharedStep):
+    """One step, on every rank, of a model with sharded parameters.
+
+    Attributes:
+        lockstep: Passes of the model.
+        gradient_norm: Norm over all ranks, before clipping; ``None`` without clipping.
+    """
+
+    lockstep: Lockstep
+    gradient_norm: torch.Tensor | None = None
+
+    def __init__(
+        self, ranks: Ranks, step: int, action: str, optimizer: Any | None = None, max_grad_norm: float | None = None
+    ) -> None:
+        """Send nothing before ``open``; gradients are clipped to ``max_grad_norm`` over all ranks."""
+        super().__init__(ranks, step, action, optimizer)
+        assert ranks.lockstep is not None  # noqa: S101 - narrows for mypy
+        self.lockstep, self._max_grad_norm = ranks.lockstep, max_grad_norm
+
+    def begin(self) -> None:
+        """Let all ranks end each pass together, until ``close``."""
+        self.lockstep.begin(self._agreement)
+
+    def close(self) -> None:
+        """Let the model run passes outside a step again."""
+        self.lockstep.leave()
+        super().close()
+
+    def fail(self, error: BaseException) -> None:
+        """Send an error that ended this rank's step to the others, unless they know it."""
+        self.lockstep.abandon(error)
+
+    def agree_on(self, micro_batches: int) -> int:
+        """Return the most micro-batches that any rank has left."""
+        gathered = self._agreement.gather("micro-batches", count=micro_batches)
+        return max(int(values["count"]) for values in gathered)
+
+    @torch.no_grad()
+    def combine(
+        self,
+        parameters: Sequence[torch.Tensor],
+        sums: MutableMapping[torch.Tensor, torch.Tensor],
+        loss: torch.Tensor | None,
+        *,
+        counted: float,
+        unit: float | None,
+    ) -> torch.Tensor | None:
+        """Combine as ``SharedStep``, after undoing the factor of whole gradients.
+
+        Losses were multiplied by the divisor, because torch divides sharded gradients by it in each pass.
+        """
+        for parameter in parameters:
+            gradient = sums.get(parameter, parameter.grad)
+            if gradient is not None and parameter.requires_grad and not has_shards(parameter):
+                gradient.div_(self.lockstep.divisor)
+        return super().combine(parameters, sums, loss, counted=counted, unit=unit)
+
+    def agree_on_update(self) -> None:
+        """Clip, and wait until nothing before the optimizer's step can fail on any rank.
+
+        Each rank keeps its own buffers, as with ``fully_shard``.
+        """
+        if self._max_grad_norm is not None:
+            self._clip(self._max_grad_norm)
+        self._gather_rates()
+
+    def _clip(self, most: float) -> None:
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` does; its collectives would wait for a rank that fails."""
+        parts, whole = _split_gradients(self._optimizer)
+        gathered = self._agreement.gather("clip", square=_sum_squares(parts), whole=_sum_squares(whole))
+        square = math.fsum(values["square"] for values in gathered) + gathered[0]["whole"]  # the same on each rank
+        norm = math.sqrt(square)
+        self.gradient_norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
+        factor = most / (norm + 1e-6)
+        if not factor >= 1:  # not "<", which is false for nan
+            for gradient in (*parts, *whole):
+                gradient.mul_(factor)
+
+
+def begin_step(ranks: Ranks, step: int, action: str, optimizer: Any | None, max_grad_norm: float | None) -> SharedStep:
+    """Make this rank's part of a step."""
+    if ranks.lockstep is not None:
+        return ShardedStep(ranks, step, action, optimizer, max_grad_norm)
+    return SharedStep(ranks, step, action, optimizer)
+
+
+def _split_gradients(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return this rank's parts of the optimizer's sharded gradients, and its other gradients."""
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [gradient for gradient in gradients if gradient is not None]
+    parts = [gradient.to_local() for gradient in gradients if has_shards(gradient)]
+    return parts, [gradient for gradient in gradients if not has_shards(gradient)]
+
+
+def _sum_squares(gradients: Sequence[torch.Tensor]) -> float:
+    if not gradients:
+        return 0.0
+    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+    return float(norms.double().square().sum())
