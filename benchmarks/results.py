@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+import chain
 import lengths
 import options
 import peers
@@ -42,6 +43,7 @@ _HOW = (
 _PARTS: tuple[Callable[[], Table], ...] = (
     runner.measure_times,
     options.measure,
+    chain.measure,
     runner.measure_peaks,
     recomputed.measure,
     search.measure,

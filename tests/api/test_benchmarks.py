@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import accuracy
+import chain
 import child
 import lengths
 import machine
@@ -111,6 +112,14 @@ def test_texts_are_timed_padded_and_sorted():
     assert sorted_ <= padded
     assert 1 <= float(row[6]) <= float(row[5])
     assert [goal.wanted for goal in table.goals] == ["at most 0.25"]
+
+
+def test_a_chain_of_modules_is_timed_with_its_fit():
+    """Each depth is a row; the goals are for the chains of 642 and 2,562 modules, whose sizes these are."""
+    table = chain.measure(depths=[1], pairs=2)
+    assert [row[0] for row in table.rows] == ["7"]
+    assert not table.goals
+    assert [len([*chain.make_chain(depth).model.modules()]) for depth in (128, 512)] == [*chain.MOST_ADDED_MS]
 
 
 def test_the_loop_by_hand_and_the_runner_peak_alike():

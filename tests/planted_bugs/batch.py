@@ -33,23 +33,23 @@ def a_cut_may_lose_samples(real, groups, count):
 
 
 @bug(
-    "autobatch.batch.cut.Lengths.trim",
+    "autobatch.batch.lengths.PlannedLengths._trim",
     "tests/training/test_sample_lengths.py::test_what_counts_behind_what_does_not_is_not_trimmed_off",
 )
-def texts_are_cut_off(real, self, start):
-    """Texts that run together are cut off after the shortest of them."""
-    return real(self, len(self.values) - 1)
+def texts_are_cut_off(real, self, length, padded):
+    """Texts that run together are cut off before the end of the longest."""
+    return real(self, max(length - 1, 1), padded)
 
 
 @bug(
-    "autobatch.batch.list_rules.refuse_to_guess",
+    "autobatch.batch.rules._refuse_to_guess",
     "tests/batch/test_layout_rules.py::test_what_can_be_read_in_two_ways_is_asked",
 )
 def a_list_is_guessed(real, unclear):
     """Two tensors that may be samples or fields are divided in the wrong dimension."""
 
 
-@bug("autobatch.batch.largest._Source.size", "tests/batch/test_largest.py::test_a_dict_is_asked_for_its_keys")
+@bug("autobatch.batch.example._Source._measure", "tests/batch/test_largest.py::test_a_dict_is_asked_for_its_keys")
 def the_largest_samples_are_not_looked_for(real, self, entry):
     """fit() tries the first samples of a dataset, and training runs out of memory at the longest."""
     return 0, 0.0, 0

@@ -19,7 +19,7 @@ def samples_of_a_failed_piece_are_lost(real, self, waiting, indices, length):
     return done, reason
 
 
-@bug("autobatch.inference.guards.eval_mode", f"{MAP}::test_modules_are_in_eval_mode_meanwhile")
+@bug("autobatch.inference.piece.eval_mode", f"{MAP}::test_modules_are_in_eval_mode_meanwhile")
 def dropout_is_active(real, modules):
     """map() runs a model with dropout."""
     return nullcontext()

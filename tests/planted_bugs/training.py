@@ -93,7 +93,7 @@ def an_updates_gradients_stay(real, self):
 
 
 @bug(
-    "autobatch.training.free_memory.FreeMemory.check_update",
+    "autobatch.training.step_memory.StepMemory.check_update",
     f"{RUNNER}::test_an_update_without_room_is_undone_before_it_begins",
 )
 def an_update_begins_without_room(real, self):
