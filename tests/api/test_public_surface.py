@@ -85,7 +85,7 @@ SIGNATURES = {
     "ShareSampler.state_dict": "batches_done",
     "ShareSampler.load_state_dict": "state",
     "by_length": "length_of dims=None padding=None",
-    "Mean": "loss over",
+    "Mean": "loss count",
     "Sum": "loss count",
     "Part": "loss",
     "PerStep": "loss",
