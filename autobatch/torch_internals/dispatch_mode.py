@@ -16,7 +16,7 @@ class DispatchMode(TorchDispatchMode):
     """A dispatch mode of one thread, under which no thread compiles anything.
 
     torch never compiles a function again that was called under a mode (``CatchErrorsWrapper`` in
-    torch/_dynamo/convert_frame.py). So compiled functions run eagerly while a mode of ours is active.
+    torch/_dynamo/convert_frame.py). So no function is compiled while such a mode is active.
     """
 
     @classmethod
@@ -68,10 +68,10 @@ _compiler_pause = _CompilerPause()
 
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Call an operator from inside a mode, and count what a ``_foreach_`` operator writes in place.
+    """Call an operator from inside a mode, and count in-place writes of ``_foreach_`` operators.
 
-    While any mode is active, torch does not count that in ``Tensor._version`` (measured with torch 2.13), as it does
-    without one and for other operators. Gradient clipping and moving averages use them.
+    While a mode is active, torch does not count these in ``Tensor._version`` (measured with torch 2.13). Gradient
+    clipping and moving averages use them.
     """
     try:
         return func(*args, **(kwargs or {}))
