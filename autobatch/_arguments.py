@@ -38,7 +38,7 @@ def parse_bytes(name: str, value: Any) -> int:
     """Return bytes from an int or a text; raise ``InvalidArgument`` for another value."""
     size = read_bytes(value)
     if size is None:
-        raise InvalidArgument(f"{name}={show_value(value)} is no size: {SIZES}")
+        raise InvalidArgument(f"{name}={show_value(value)} is not a size: {SIZES}")
     return size
 
 

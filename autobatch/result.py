@@ -12,8 +12,6 @@ from autobatch._formatting import describe_fields
 from autobatch.events.rank_step import RankStep
 from autobatch.events.runner_events import step_metrics
 
-__all__ = ["StepResult"]
-
 
 @dataclass(frozen=True, repr=False)
 class StepResult:

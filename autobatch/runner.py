@@ -44,8 +44,6 @@ from autobatch.undo.user_objects import check_objects
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Runner"]
-
 
 _NO_OPTIMIZER = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from autobatch._bounds import Count
 from autobatch.records import Record
-
-__all__ = ["Event", "Hook", "emit", "log_event"]
 
 logger = logging.getLogger("autobatch")
 
@@ -19,8 +18,8 @@ class Event(Record):
     """Something that happened; its text is the log line.
 
     Attributes:
-        rank: Of the process in which it happened, as in its plan.
-        world_size: How many ranks there are.
+        rank: Rank of the process, from 0.
+        world_size: Number of ranks.
     """
 
     rank: Count = 0
@@ -28,12 +27,12 @@ class Event(Record):
 
     @property
     def source(self) -> str:
-        """How the log line begins: ``"rank 3 of 8: "`` where there are several ranks, else empty."""
+        """Beginning of the log line: ``"rank 3 of 8: "``, or empty with one rank."""
         return "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}: "
 
     @property
     def level(self) -> int:
-        """The level at which it is logged."""
+        """Level at which it is logged."""
         return logging.INFO
 
 
@@ -41,11 +40,11 @@ class Hook(Protocol):
     """Anything that can be called with an event."""
 
     def __call__(self, event: Event, /) -> None:
-        """Handle the event. What this raises costs a log line, never a step."""
+        """Handle the event. An error that is raised here costs a log line, never a step."""
 
 
 def log_event(event: Event) -> None:
-    """The default hook: the event's one line on logger ``autobatch``."""
+    """Log the event's line on logger ``autobatch``."""
     logger.log(event.level, "%s", event)
 
 
@@ -55,12 +54,22 @@ def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
     for hook in hooks:
         try:
             hook(event)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the hook's and not the step's
+        except Exception as error:  # noqa: BLE001 - an error of a hook must not end the step
             _log_failure(hook, event, error)
 
 
+def progress_hooks(*, progress: bool) -> tuple[Hook, ...]:
+    """Return a hook that shows each event on stderr, if that is a terminal; a daemon has no stderr."""
+    return (_show,) if progress and sys.stderr is not None and sys.stderr.isatty() else ()
+
+
+def _show(event: Event) -> None:
+    sys.stderr.write(f"autobatch: {event}\n")
+    sys.stderr.flush()
+
+
 _failed: list[Callable[[], Hook | None]] = []
-"""Hooks that failed before, as weak references. Each is logged once: a tracker that is away fails at every step."""
+"""Hooks that have failed, as weak references. Each is logged once: an unreachable tracker fails in every step."""
 
 
 def _log_failure(hook: Hook, event: Event, error: Exception) -> None:
@@ -72,8 +81,7 @@ def _log_failure(hook: Hook, event: Event, error: Exception) -> None:
 
 
 def _refer_to(hook: Hook) -> Callable[[], Hook | None]:
-    # Without a callback: what is raised in one, a KeyboardInterrupt too, is printed and lost.
     try:
         return weakref.ref(hook)
-    except TypeError:  # a builtin, or one with slots
+    except TypeError:  # a builtin, or an object with slots
         return lambda: hook

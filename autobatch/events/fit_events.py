@@ -9,25 +9,23 @@ from autobatch._formatting import format_bytes, plural
 from autobatch.events.event import Event
 from autobatch.records import Trial
 
-__all__ = ["PlanMade", "PlanRecalled", "PlanRefused", "StageBegan", "TrialFinished"]
-
 
 class StageBegan(Event):
     """``fit`` or ``predict`` began something that may take more than a few seconds, such as a trace or a comparison."""
 
     stage: str
-    level: ClassVar[int] = logging.DEBUG  # for whoever waits
+    level: ClassVar[int] = logging.DEBUG  # for a user who waits
 
     def __str__(self) -> str:
         return f"{self.source}{self.stage}"
 
 
 class TrialFinished(Event):
-    """One size was tried during ``fit``."""
+    """``fit`` tried one size."""
 
     trial: Trial
     limit_bytes: int
-    level: ClassVar[int] = logging.DEBUG  # the plan's own line sums the trials up
+    level: ClassVar[int] = logging.DEBUG  # the plan's line has the sum of all trials
 
     def __str__(self) -> str:
         trial = self.trial
@@ -40,7 +38,7 @@ class TrialFinished(Event):
 
 
 class PlanRecalled(Event):
-    """An earlier plan for the same step will be confirmed by one trial, instead of a search."""
+    """``fit`` found an earlier plan for the same step; one trial confirms it in place of a search."""
 
     plan_id: str
     micro_batch_size: int
@@ -53,24 +51,24 @@ class PlanRecalled(Event):
 
 
 class PlanRefused(Event):
-    """An earlier plan for the same step cannot be used today, so sizes are searched for again."""
+    """An earlier plan for the same step cannot be used today, so ``fit`` searches again."""
 
     plan_id: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.source}plan {self.plan_id} of an earlier run is not reused: {self.reason}; searching anew"
+        return f"{self.source}plan {self.plan_id} of an earlier run is not reused: {self.reason}; searching again"
 
 
 class PlanMade(Event):
-    """``fit`` ended with a plan; its line says why splitting is not exact, and where steps will not have the target."""
+    """``fit`` ended with a plan; warnings say why splitting is not exact, or why steps will not have the target."""
 
     summary: str
     warnings: tuple[str, ...] = ()
 
     @property
     def level(self) -> int:
-        """``WARNING`` where there is a warning in the line."""
+        """``WARNING`` if there are warnings."""
         return logging.WARNING if self.warnings else logging.INFO
 
     def __str__(self) -> str:

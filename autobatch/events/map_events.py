@@ -8,17 +8,15 @@ from typing import ClassVar
 from autobatch._formatting import format_bytes, plural
 from autobatch.events.event import Event
 
-__all__ = ["MapFinished", "PieceFinished", "PieceRetried"]
-
 
 class PieceFinished(Event):
-    """The results of one piece are there.
+    """``map`` has the results of one piece.
 
     Attributes:
-        samples: In the piece.
-        samples_done: In all pieces up to now.
-        peak_bytes: The most held on the device at once during the piece.
-        budget_bytes: What the process may hold.
+        samples: Number of samples in the piece.
+        samples_done: Number of samples in all pieces so far.
+        peak_bytes: Most bytes held on the device during the piece.
+        budget_bytes: Bytes that the process may hold.
         seconds: Wall time of the piece.
     """
 
@@ -27,7 +25,7 @@ class PieceFinished(Event):
     peak_bytes: int
     budget_bytes: int
     seconds: float
-    level: ClassVar[int] = logging.DEBUG  # the line at the end sums them up
+    level: ClassVar[int] = logging.DEBUG  # the line at the end has the sums
 
     def __str__(self) -> str:
         peak = f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, " if self.peak_bytes else ""
@@ -39,10 +37,10 @@ class PieceRetried(Event):
     """A piece ran out of memory; its samples are run again in smaller ones, a single one once more.
 
     Attributes:
-        samples: In the piece that did not fit.
-        used_bytes: Held on the device after the clean-up.
-        budget_bytes: What the process may hold.
-        reason: The first line of the error.
+        samples: Number of samples in the piece that did not fit.
+        used_bytes: Bytes held on the device after the clean-up.
+        budget_bytes: Bytes that the process may hold.
+        reason: First line of the error.
     """
 
     samples: int
@@ -61,17 +59,17 @@ class PieceRetried(Event):
 
 
 class MapFinished(Event):
-    """``map`` has ended, or its results are no longer asked for.
+    """``map`` ended, or its caller took no more results.
 
     Attributes:
-        samples: How many results there are.
-        pieces: How many there were.
-        smallest: Samples in the smallest of them.
-        largest: Samples in the largest.
-        shortages: How many pieces ran out of memory.
-        peak_bytes: The most held on the device at once during a piece.
-        budget_bytes: What the process may hold.
-        device: Its name.
+        samples: Number of results.
+        pieces: Number of pieces.
+        smallest: Samples in the smallest piece.
+        largest: Samples in the largest piece.
+        shortages: Number of pieces that ran out of memory.
+        peak_bytes: Most bytes held on the device during a piece.
+        budget_bytes: Bytes that the process may hold.
+        device: Name of the device.
         seconds: Wall time of all pieces.
     """
 

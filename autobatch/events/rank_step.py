@@ -1,4 +1,4 @@
-"""Defines what every rank reports at the end of a step, and names the slowest."""
+"""Defines a rank's report at the end of a step, and finds the slowest rank."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from collections.abc import Sequence
 from autobatch._bounds import Bytes, Count, Seconds
 from autobatch.records import Record
 
-__all__ = ["RankStep", "find_slowest_step"]
-
 
 class RankStep(Record):
     """One rank's part of a committed step.
 
     Attributes:
-        rank: Counted from 0, as ``plan.rank``.
-        samples: That it ran; may be 0.
-        micro_batch_size: The most of them in a micro-batch.
-        retries: How often memory ended there.
-        peak_bytes: Most bytes in tensors at once there, as in ``StepResult``.
-        seconds: From where all ranks began together until its own gradient was there: it waits for nobody in it. On
-            CUDA, where the host is ahead, of the last step that the device had finished by then; 0 before the first.
+        rank: Number of the rank, from 0.
+        samples: Number of samples that it ran; may be 0.
+        micro_batch_size: Most samples in a micro-batch.
+        retries: Number of times that it ran out of memory.
+        peak_bytes: Most bytes in tensors at once, as in ``StepResult``.
+        seconds: Time from the common start until its own gradient was ready, without waiting for other ranks. On CUDA
+            this is the last step that the device had finished by then; 0 before the first.
     """
 
     rank: Count
@@ -32,5 +30,5 @@ class RankStep(Record):
 
 
 def find_slowest_step(ranks: Sequence[RankStep]) -> RankStep | None:
-    """The rank for which the others waited; ``None`` where there is one rank."""
+    """Return the rank that the others waited for; ``None`` with one rank."""
     return max(ranks, key=lambda one: one.seconds, default=None)

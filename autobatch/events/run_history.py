@@ -1,4 +1,4 @@
-"""Defines ``Run``: how a plan's steps went, when memory was short, what each rank did, how it ended."""
+"""Defines ``Run``: the steps that a plan's run took, its shortages of memory and its end."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from pydantic import model_validator
 from autobatch._bounds import LISTED, Bytes, Count, Moment, Samples, Seconds, Text
 from autobatch.records import Record
 
-__all__ = ["Outcome", "RankTotal", "Run", "Setback", "StepRange"]
-
 Outcome = Literal["running", "finished", "interrupted", "failed"]
 
 
 class StepRange(Record):
-    """Consecutive steps that went alike.
+    """Consecutive steps of one size; steps with retries are in a range without others.
 
     Attributes:
-        first_step: Counted from 0.
-        last_step: The last of them, itself included.
-        micro_batch_size: The most samples in a micro-batch.
-        retries: Of all of them together; steps with retries are a range of their own.
+        first_step: Number of the first step, from 0.
+        last_step: Number of the last step, included.
+        micro_batch_size: Most samples in a micro-batch.
+        retries: Number of retries in all of these steps.
         peak_bytes: Most bytes in tensors at once in any of them.
-        seconds: Of all of them together.
-        samples: Of all of them together.
+        seconds: Duration of all of them.
+        samples: Number of samples in all of them.
     """
 
     first_step: Count
@@ -43,15 +41,15 @@ class StepRange(Record):
 
 
 class Setback(Record):
-    """Memory was short, or came back.
+    """A change of the micro-batch size.
 
     Attributes:
-        step: Which step of the run, counted from 0.
-        kind: ``"retry"`` where the step was undone, ``"size"`` where the size changed between two steps.
-        old_size: The most samples in a micro-batch before.
-        new_size: The most from here on.
-        used_bytes: Held on the device after the clean-up; 0 where that was not measured.
-        reason: In words.
+        step: Number of the step, from 0.
+        kind: ``"retry"`` if the step was undone, ``"size"`` if the size changed between two steps.
+        old_size: Most samples in a micro-batch before.
+        new_size: Most samples in a micro-batch from then on.
+        used_bytes: Bytes held on the device after the clean-up; 0 if not measured.
+        reason: Reason in words.
     """
 
     step: Count
@@ -63,15 +61,15 @@ class Setback(Record):
 
 
 class RankTotal(Record):
-    """All that one of several ranks did in a run; its place in the run is its number.
+    """Totals of one of several ranks in a run.
 
     Attributes:
-        steps: That it took part in.
-        samples: Of all of them together.
-        micro_batch_size: The most samples in a micro-batch, in any of them.
-        retries: How often memory ended there.
-        peak_bytes: Most bytes in tensors at once in any of them.
-        seconds: Of all of them together, without those in which it waited for other ranks.
+        steps: Number of steps.
+        samples: Number of samples in all of them.
+        micro_batch_size: Most samples in a micro-batch.
+        retries: Number of times that this rank ran out of memory.
+        peak_bytes: Most bytes in tensors at once.
+        seconds: Duration of all steps, without waiting for other ranks.
     """
 
     steps: Count
@@ -86,17 +84,17 @@ class Run(Record):
     """The steps of one process, or of several ranks together, with one plan.
 
     Attributes:
-        id: Of the run.
-        plan_id: Of the plan.
-        pid: The process, as its own system numbers it; of several ranks the first one's.
-        started_at: Seconds since 1970, UTC.
-        last_seen_at: When it last wrote anything.
-        outcome: ``"interrupted"`` where the user stopped a step (Ctrl-C). ``"running"`` also where the process ended
-            without a word: ``last_seen_at`` then grows old.
-        reason: The first line of the error that ended it.
-        ranges: How its steps went, in order; with several ranks those of the first.
-        setbacks: When memory was short, in order; with several ranks on the first.
-        ranks: What each rank did, by rank; empty where there is one.
+        id: Id of the run.
+        plan_id: Id of the plan; with several ranks, of rank 0's.
+        pid: Number of the process; with several ranks, of rank 0's.
+        started_at: Time of the start: seconds since 1970, UTC.
+        last_seen_at: Time of the last write.
+        outcome: ``"interrupted"`` if the user stopped a step (Ctrl-C). A process that was killed leaves
+            ``"running"``, and ``last_seen_at`` grows old.
+        reason: First line of the error that ended the run.
+        ranges: Steps of this process (of rank 0), in order.
+        setbacks: Changes of the size in this process (on rank 0), in order.
+        ranks: Totals of each rank; empty with one rank.
     """
 
     id: Text
@@ -112,12 +110,12 @@ class Run(Record):
 
     @property
     def steps(self) -> int:
-        """How many steps were committed."""
+        """Number of committed steps."""
         return sum(part.last_step - part.first_step + 1 for part in self.ranges)
 
     @property
     def retries(self) -> int:
-        """How often a step had to begin again with less, on any rank."""
+        """Number of retries, on any rank."""
         return sum(part.retries for part in self.ranks or self.ranges)
 
     @property
@@ -127,7 +125,7 @@ class Run(Record):
 
 
 class RunUpdate(Run):
-    """What is new of a run: its own fields, its totals, its last ranges and the setbacks since the update before.
+    """One line of a run's file: its totals, the ranges that have grown, and the setbacks since the line before.
 
     Attributes:
         first_range: Position of the first of these ranges in the run; they replace what was there.

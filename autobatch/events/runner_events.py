@@ -1,4 +1,4 @@
-"""Defines the events of a ``Runner`` and their log lines, with a step's numbers for trackers."""
+"""Defines the events of a ``Runner`` with their log lines, and a step's numbers for trackers."""
 
 from __future__ import annotations
 
@@ -12,31 +12,18 @@ from autobatch._formatting import format_bytes, plural
 from autobatch.events.event import Event
 from autobatch.events.rank_step import RankStep, find_slowest_step
 
-__all__ = [
-    "BatchDiffers",
-    "GradientsFound",
-    "PlanDiffers",
-    "Retried",
-    "SizeChanged",
-    "StepFailed",
-    "StepFinished",
-    "StepSkipped",
-    "SteppedTwice",
-    "step_metrics",
-]
-
 
 class Retried(Event):
-    """A step ran out of memory and continues with smaller micro-batches.
+    """A step ran out of memory, was undone and runs again in smaller micro-batches.
 
     Attributes:
-        step: Which step of the runner, counted from 0.
+        step: Number of the step, from 0.
         failed_size: Samples in the micro-batch that did not fit.
-        new_size: The most samples in a micro-batch from here on.
-        used_bytes: Held on the device after the clean-up.
-        budget_bytes: What the process may hold.
-        reason: The first line of the error.
-        inexact: Why splitting this step is not exact, where the plan's check found so; empty otherwise.
+        new_size: Most samples in a micro-batch from now on.
+        used_bytes: Bytes held on the device after the clean-up.
+        budget_bytes: Bytes that the process may hold.
+        reason: First line of the error.
+        inexact: Reason why splitting this step is not exact, as the plan's check found; empty if it is exact.
     """
 
     step: int
@@ -58,12 +45,12 @@ class Retried(Event):
 
 
 class SizeChanged(Event):
-    """The micro-batch size changed between two steps; no step was undone for it.
+    """The micro-batch size changed between two steps.
 
     Attributes:
-        step: The first step of the runner that has the new size, counted from 0.
-        old_size: The most samples in a micro-batch before.
-        new_size: The most from here on.
+        step: Number of the first step with the new size, from 0.
+        old_size: Most samples in a micro-batch before.
+        new_size: Most samples in a micro-batch from now on.
         reason: ``"thrash"``, ``"less is free"`` or ``"grown back"``.
         inexact: As in ``Retried``.
     """
@@ -76,7 +63,7 @@ class SizeChanged(Event):
 
     @property
     def level(self) -> int:
-        """``WARNING`` where the size became smaller."""
+        """``WARNING`` if the size became smaller."""
         return logging.INFO if self.new_size > self.old_size else logging.WARNING
 
     def __str__(self) -> str:
@@ -98,14 +85,14 @@ _CAUSES = {
 
 
 class BatchDiffers(Event):
-    """A step was given another number of samples than planned; emitted once for each runner.
+    """A step has another number of samples than planned; emitted once for each runner.
 
     One smaller step after full ones, as at the end of an epoch, is not reported.
 
     Attributes:
         samples: Number of this rank's samples.
         planned: Number of samples in the plan, for this rank.
-        target_batch: Number of samples over all ranks; 0 where it was not noted.
+        target_batch: Number of samples over all ranks; 0 if unknown.
         can_run: Whether the runner has an optimizer, and so ``run``.
     """
 
@@ -114,7 +101,7 @@ class BatchDiffers(Event):
     planned: int
     target_batch: int = 0
     can_run: bool = True
-    level: ClassVar[int] = logging.WARNING  # the run trains on another batch than its user asked for
+    level: ClassVar[int] = logging.WARNING  # the run trains with another batch size than its user wanted
 
     def __str__(self) -> str:
         planned = f"planned {self.planned}"
@@ -127,7 +114,7 @@ class BatchDiffers(Event):
 
 
 class SteppedTwice(Event):
-    """Something that the runner steps was stepped between two of its steps as well; emitted once for each runner.
+    """The user's loop stepped an object that the runner steps too; emitted once for each runner.
 
     Attributes:
         names: Classes of the objects that were stepped.
@@ -148,7 +135,7 @@ class SteppedTwice(Event):
 
 
 class GradientsFound(Event):
-    """A step began with gradients from before; emitted once for each runner."""
+    """A step began with earlier gradients; emitted once for each runner."""
 
     step: int
     level: ClassVar[int] = logging.WARNING  # most loops clear gradients after the update, not before the next one
@@ -161,11 +148,11 @@ class GradientsFound(Event):
 
 
 class PlanDiffers(Event):
-    """A runner was given a plan of another model, optimizer or device; emitted once for each runner."""
+    """A runner has a plan of another model, optimizer or device; emitted once for each runner."""
 
     plan_id: str
     differences: tuple[str, ...]
-    level: ClassVar[int] = logging.WARNING  # it may be meant, as with another number of classes
+    level: ClassVar[int] = logging.WARNING  # it may be intended, such as another number of classes
 
     def __str__(self) -> str:
         name = f"plan {self.plan_id}" if self.plan_id else "the plan"
@@ -176,7 +163,7 @@ class PlanDiffers(Event):
 
 
 class StepSkipped(Event):
-    """A step whose batch has nothing to take a mean over was skipped."""
+    """A step was skipped, since nothing in its batch counts."""
 
     step: int
     samples: int
@@ -185,7 +172,7 @@ class StepSkipped(Event):
     def __str__(self) -> str:
         return (
             f"{self.source}step {self.step} was skipped: nothing counts in its {plural(self.samples, 'sample')}, so "
-            f"it has no mean; parameters, optimizer and scheduler are as before"
+            f"it has no mean; parameters, optimizer and scheduler did not change"
         )
 
 
@@ -193,15 +180,15 @@ class StepFailed(Event):
     """A step ended in an error, which is raised as well.
 
     Attributes:
-        step: Which step of the runner, counted from 0.
-        reason: The error's type, and its first line where the error is one of ours.
+        step: Number of the step, from 0.
+        reason: Type of the error; for errors of autobatch also the first line.
         out_of_memory: Whether it ran out of memory.
     """
 
     step: int
     reason: str
     out_of_memory: bool
-    level: ClassVar[int] = logging.DEBUG  # the error itself is seen
+    level: ClassVar[int] = logging.DEBUG  # the user sees the error
 
     def __str__(self) -> str:
         return f"{self.source}step {self.step} failed: {self.reason}"
@@ -211,16 +198,16 @@ class StepFinished(Event):
     """One optimizer step (or one accumulation) was committed.
 
     Attributes:
-        step: Which step of the runner, counted from 0.
-        micro_batch_sizes: The committed micro-batches.
-        retries: How often this step had to begin again with less.
-        peak_bytes: Most bytes in tensors at once, in the whole step.
-        seconds: Wall time; on an asynchronous device the time to enqueue, the runner adds no synchronisation.
-        budget_bytes: What the process may hold; 0 where the device does not say.
-        ranks: What each rank says of the same step, by rank; empty where there is one.
-        loss: That of ``StepResult``, a 0-dim tensor: ``float(event.loss)`` reads it, and waits for the device. So it is
-            left out of what is written as JSON. ``None`` in an event that was read from a file.
-        gradient_norm: The same, of the gradients before clipping; ``None`` without ``max_grad_norm``.
+        step: Number of the step, from 0.
+        micro_batch_sizes: Sizes of the committed micro-batches.
+        retries: Number of times that the step ran out of memory and began again.
+        peak_bytes: Most bytes in tensors at once.
+        seconds: Wall time; on an asynchronous device this is the time to enqueue the work.
+        budget_bytes: Bytes that the process may hold; 0 if unknown.
+        ranks: Each rank's part of the step; empty with one rank.
+        loss: The loss of ``StepResult``, a 0-dim tensor. ``float(event.loss)`` waits for the device, so JSON leaves it
+            out; ``None`` in an event that was read from a file.
+        gradient_norm: Norm of the gradients before clipping, likewise; ``None`` without ``max_grad_norm``.
     """
 
     step: int
@@ -243,15 +230,15 @@ class StepFinished(Event):
 
     def _describe_slowest(self) -> str:
         slowest = find_slowest_step(self.ranks)
-        return f"; the slowest rank was {slowest.rank} with {slowest.seconds:.3f} s by itself" if slowest else ""
+        return f"; the slowest rank was {slowest.rank} with {slowest.seconds:.3f} s of its own work" if slowest else ""
 
 
 def step_metrics(
     sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float, ranks: Sequence[RankStep] = ()
 ) -> dict[str, int | float]:
-    """The numbers of a step under the keys that trackers show, ``autobatch/...``; the loss is the user's to read.
+    """Return a step's numbers under the keys that trackers show, ``autobatch/...``, without the loss.
 
-    With several ranks also which one is the slowest, its seconds, and the most that any rank held.
+    With several ranks, the slowest rank, its seconds and the largest peak are among them.
     """
     slowest = find_slowest_step(ranks)
     of_all: dict[str, int | float] = {}

@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, isfinite
@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from autobatch._formatting import plural
-from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
 from autobatch.batch.tree import is_array, leaves_of, map_tensors
 from autobatch.errors import AutobatchError, DoesNotFit

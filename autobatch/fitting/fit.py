@@ -17,7 +17,7 @@ from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_blocks, take_module
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import PlanMade, emit
-from autobatch.events.progress import progress_hooks
+from autobatch.events.event import progress_hooks
 from autobatch.exactness.partitions import Planned
 from autobatch.exactness.verification import check_split
 from autobatch.fitting.found import Checked, Found, Request, make_plan

@@ -1,4 +1,4 @@
-"""Sends a runner's events to where people watch training; a tracker's library is imported with its hook.
+"""Sends a runner's events to files and trackers; each tracker's library is imported with its hook.
 
     runner = autobatch.Runner(plan, model, step=step, optimizer=optimizer, hooks=[autobatch.hooks.tensorboard(writer)])
 

@@ -1,7 +1,4 @@
-"""Makes hooks that write events to a file as JSON or to stderr as text, and torch's memory snapshots.
-
-Lines stay whole if a run is killed or if tqdm shows a bar. For rich, pass its ``Console.print`` as ``write``.
-"""
+"""Makes hooks that write events to a file as JSON or to stderr as text, and torch's memory snapshots."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, Retried, StepFailed
 from autobatch.ledger.home import find_home
 
-__all__ = ["console", "jsonl", "memory_snapshot"]
-
 logger = logging.getLogger("autobatch")
 
 
@@ -30,12 +25,12 @@ def jsonl(path: str | os.PathLike[str]) -> Hook:
     Several processes may write to one file: a line is appended in one piece.
 
     Args:
-        path: The file; its folder is made if it does not exist. On a full disk a line may be cut: that is an error,
-            and the next one begins on a line of its own.
+        path: The file; its folder is made if it does not exist. On a full disk a line may be cut. That is an error,
+            and the next event begins a new line.
 
     Raises:
-        InvalidArgument: It is no path, or a folder.
-        OSError: Its folder cannot be made.
+        InvalidArgument: The argument is not a path, or it is a folder.
+        OSError: The folder cannot be made.
     """
     target = check_path("jsonl", path)
     if target.is_dir():
@@ -57,14 +52,14 @@ def jsonl(path: str | os.PathLike[str]) -> Hook:
 
 
 def console(level: int = logging.INFO, write: Callable[[str], object] | None = None) -> Hook:
-    """Write a line on stderr for each event of at least this level, above a bar of tqdm if one is shown.
+    """Write a line on stderr for each event of at least this level, above a bar of tqdm if there is one.
 
     Args:
-        level: As in ``logging``: steps that went well are ``DEBUG``, retries ``WARNING``.
-        write: What prints a line instead.
+        level: Level of ``logging``: finished steps are ``DEBUG``, retries ``WARNING``.
+        write: Function that prints a line, such as the ``Console.print`` of rich.
 
     Raises:
-        InvalidArgument: The level is no number, or ``write`` cannot be called.
+        InvalidArgument: The level is not a number, or ``write`` cannot be called.
     """
     if isinstance(level, bool) or not isinstance(level, int):
         raise InvalidArgument(f"console(level={show_value(level)}): pass a level of logging, such as logging.INFO")
@@ -79,8 +74,7 @@ def console(level: int = logging.INFO, write: Callable[[str], object] | None = N
 
 
 def _write_above_bars(line: str) -> None:
-    # Who has a bar has imported tqdm; nobody else needs it.
-    tqdm = sys.modules.get("tqdm")
+    tqdm = sys.modules.get("tqdm")  # a program with a bar has imported it
     if tqdm is not None and hasattr(tqdm, "tqdm"):
         tqdm.tqdm.write(line, file=sys.stderr)
     else:
@@ -90,16 +84,16 @@ def _write_above_bars(line: str) -> None:
 def memory_snapshot(folder: str | os.PathLike[str] | None = None, *, most: int = 3, entries: int = 100_000) -> Hook:
     """Write a snapshot of CUDA's memory each time a step runs out of it, up to so many.
 
-    torch records every allocation from here on, which takes time and the memory of the entries. The files open in
+    torch records every allocation from now on, which takes time and the memory of the entries. The files open in
     torch's viewer (pytorch.org/memory_viz). Without CUDA it costs one log line.
 
     Args:
-        folder: Where to; default: ``snapshots`` beside the ledger.
-        most: Of one hook; later shortages are like the first ones, and a file takes megabytes.
-        entries: How many of the last allocations are in it.
+        folder: Folder of the files; default: ``snapshots`` beside the ledger.
+        most: Most files of one hook. Later shortages are like the first ones, and a file takes megabytes.
+        entries: Number of the last allocations in a file.
 
     Raises:
-        InvalidArgument: The folder is no path, or a number is no int of at least 1.
+        InvalidArgument: The folder is not a path, or a number is not an int of at least 1.
     """
     for name, value in (("most", most), ("entries", entries)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -12,32 +12,30 @@ from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, Retried, SizeChanged, StepFailed, StepFinished
 from autobatch.events.runner_events import step_metrics
 
-__all__ = ["mlflow", "prometheus", "tensorboard", "wandb"]
-
 _COUNTERS = {
     "steps": "Optimizer steps that were committed",
     "samples": "Samples of those steps",
-    "retries": "How often a step had to begin again with less",
-    "out_of_memory": "How often memory ran out, whether the step could go on or not",
+    "retries": "Number of times that a step ran out of memory and began again",
+    "out_of_memory": "Number of times that memory ran out, in steps that began again or failed",
     "failures": "Steps that ended in an error",
     "step_seconds": "Wall time of the committed steps",
 }
 _GAUGES = {
-    "micro_batch_size": "The most samples in a micro-batch",
+    "micro_batch_size": "Most samples in a micro-batch",
     "accumulation_steps": "Micro-batches of the last step",
     "peak_bytes": "Most bytes in tensors at once in the last step",
-    "budget_bytes": "What the process may hold",
+    "budget_bytes": "Bytes that the process may hold",
 }
 
 
 def tensorboard(writer: Any) -> Hook:
-    """Scalars ``autobatch/...`` to TensorBoard, at the runner's step.
+    """Send scalars ``autobatch/...`` to TensorBoard, at the runner's step.
 
     Args:
-        writer: A ``SummaryWriter``, of torch or tensorboardX. Closing it is yours.
+        writer: A ``SummaryWriter``, of torch or tensorboardX. You close it.
 
     Raises:
-        InvalidArgument: It is none.
+        InvalidArgument: The argument is not a writer.
     """
     if not is_instance_with(writer, "add_scalar"):
         raise InvalidArgument(f"tensorboard({show_value(writer)}): pass a SummaryWriter")
@@ -50,17 +48,17 @@ def tensorboard(writer: Any) -> Hook:
 
 
 def wandb(run: Any | None = None) -> Hook:
-    """Numbers ``autobatch/...`` to a run of Weights & Biases.
+    """Send numbers ``autobatch/...`` to a run of Weights & Biases.
 
-    They are logged without a step of their own, since that must never decrease, and yours may count otherwise; the
-    runner's step is among them as ``autobatch/step``.
+    The runner's step is one of them, ``autobatch/step``: wandb's own step must never decrease, and yours may count
+    differently.
 
     Args:
-        run: From ``wandb.init()``; ``None`` for the one that is active when an event comes.
+        run: Run from ``wandb.init()``; ``None`` for the one that is active when an event comes.
 
     Raises:
-        ImportError: No run was given and wandb is not installed.
-        InvalidArgument: It is no run.
+        ImportError: The run is ``None`` and wandb is not installed.
+        InvalidArgument: The argument is not a run.
     """
     if run is not None and not is_instance_with(run, "log"):
         raise InvalidArgument(f"wandb({show_value(run)}): pass what wandb.init() returned, or nothing")
@@ -73,15 +71,15 @@ def wandb(run: Any | None = None) -> Hook:
 
 
 def mlflow(run_id: str | None = None) -> Hook:
-    """Metrics ``autobatch/...`` to a run of MLflow, at the runner's step.
+    """Send metrics ``autobatch/...`` to a run of MLflow, at the runner's step.
 
     Args:
-        run_id: Of the run; ``None`` for the one that is active when an event comes. Where none is active, nothing is
-            logged: MLflow would begin one, and the user's own ``start_run`` after it would fail.
+        run_id: Id of the run; ``None`` for the one that is active when an event comes. If no run is active, nothing is
+            logged: MLflow would begin a run, and your own ``start_run`` after it would fail.
 
     Raises:
         ImportError: MLflow is not installed.
-        InvalidArgument: The id is no text.
+        InvalidArgument: The id is not a text.
     """
     if run_id is not None and not isinstance(run_id, str):
         raise InvalidArgument(f"mlflow(run_id={show_value(run_id)}): pass the run's id, a text, or nothing")
@@ -95,7 +93,7 @@ def mlflow(run_id: str | None = None) -> Hook:
 
 
 def _log_metrics(write: Callable[[dict[str, int | float], int], None]) -> Hook:
-    """A hook that calls ``write(metrics, step)`` for each event that has numbers."""
+    """Return a hook that calls ``write(metrics, step)`` for each event that has numbers."""
 
     def log(event: Event, /) -> None:
         if isinstance(event, StepFinished):
@@ -118,12 +116,12 @@ def prometheus(registry: Any | None = None, labels: dict[str, str] | None = None
     ``autobatch_budget_bytes``.
 
     Args:
-        registry: Where they are registered; default: the library's own. A second hook on one registry shares them.
-        labels: Put on each of them, such as ``{"run": "baseline"}``; the same names for all hooks of a registry.
+        registry: Registry of the metrics; default: the library's own. A second hook on one registry shares them.
+        labels: Labels of each metric, such as ``{"run": "baseline"}``; the same names for all hooks of a registry.
 
     Raises:
         ImportError: prometheus-client is not installed.
-        InvalidArgument: It is no registry, or the labels are no dict.
+        InvalidArgument: The registry is not one, or the labels are not a dict.
     """
     if labels is not None and not isinstance(labels, Mapping):
         raise InvalidArgument(f"prometheus(labels={show_value(labels)}): pass a dict, such as {{'run': 'baseline'}}")

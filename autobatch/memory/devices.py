@@ -160,7 +160,7 @@ def parse_headroom(value: Any, budget_bytes: int) -> int:
     is_zero = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value == 0
     size = 0 if is_zero else read_bytes(value)
     if size is None:
-        raise InvalidArgument(f"headroom={show_value(value)} is no size: {SIZES}; a fraction is a float such as 0.1")
+        raise InvalidArgument(f"headroom={show_value(value)} is not a size: {SIZES}; a fraction is a float such as 0.1")
     if budget_bytes and size >= budget_bytes:
         raise InvalidArgument(
             f"headroom={show_value(value)} leaves nothing of a budget of {format_bytes(budget_bytes)}"

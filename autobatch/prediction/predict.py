@@ -26,7 +26,7 @@ from autobatch.batch.example import find_example
 from autobatch.batch.layout import Layout, dims_of
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook, StageBegan, emit
-from autobatch.events.progress import progress_hooks
+from autobatch.events.event import progress_hooks
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.planner import balance

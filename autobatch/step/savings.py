@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from autobatch._user_errors import contextmanager
 from autobatch.records import Saving
 from autobatch.undo.tensor_header import is_uninitialized
 

@@ -1,9 +1,7 @@
 """Begins a backward pass in torch's engine, without the checks that a loss of one number cannot fail.
 
-``loss.backward()`` runs 300 operations of Python before torch's engine begins: it looks for several losses, nested
-tensors, subclasses and shapes (``torch/autograd/__init__.py``). That takes 34 us a micro-batch, a third of all that a
-Runner added to a step (torch 2.13, 2 CPU cores). So the engine is called as that function calls it, if
-``can_begin_in_engine`` allows it.
+``loss.backward()`` looks for several losses, nested tensors, subclasses and shapes (``torch/autograd/__init__.py``).
+This takes 34 us a micro-batch, a third of all that a Runner added to a step (torch 2.13, 2 CPU cores).
 """
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ from torch.autograd import graph
 
 from autobatch._torch_versions import LATEST_TRIED, OLDEST, read_release
 
-__all__ = ["IS_TRIED", "TENSOR_BACKWARD", "begin_in_engine", "can_begin_in_engine"]
-
 TENSOR_BACKWARD: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.backward
-"""As it was when this was imported."""
+"""The method at the time of this import."""
 
 _BACKWARD = torch.autograd.backward
 _ENGINE: Any = getattr(graph, "_engine_run_backward", None)
@@ -40,10 +36,10 @@ IS_TRIED = (
 
 
 def can_begin_in_engine() -> bool:
-    """Whether the engine can be called in place of ``loss.backward()`` with no visible difference.
+    """Return whether the engine can be called in place of ``loss.backward()`` with no visible difference.
 
-    Not where a tool has patched one of the functions in between, nor under a ``TorchFunctionMode``, which would
-    intercept ``backward`` (``set_default_device`` is one), nor inside a functorch transform, where ``backward`` raises.
+    A tool may have patched a function in between. A ``TorchFunctionMode`` (such as ``set_default_device``) would
+    intercept ``backward``, and a functorch transform would make it raise.
     """
     return (
         IS_TRIED
@@ -56,10 +52,10 @@ def can_begin_in_engine() -> bool:
 
 
 def begin_in_engine(loss: torch.Tensor, gradient: torch.Tensor) -> None:
-    """``loss.backward(gradient)``.
+    """Run ``loss.backward(gradient)``.
 
     Args:
-        loss: 0-dim, with a graph; a plain tensor, as a subclass may have a ``backward`` of its own.
-        gradient: Of its shape and dtype, on its device.
+        loss: A plain 0-dim tensor with a graph; a subclass may define another ``backward``.
+        gradient: A tensor of the same shape, dtype and device.
     """
     _ENGINE((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)

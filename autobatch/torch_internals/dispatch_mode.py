@@ -1,24 +1,22 @@
-"""Defines the base class of our dispatch modes: active in one thread, with no effect on any other."""
+"""Defines the base class of our dispatch modes, which leave compiled functions as they are."""
 
 from __future__ import annotations
 
 import sys
+import threading
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-
-__all__ = ["DispatchMode", "call_operator"]
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode under which compiled functions run as they were written.
+    """A dispatch mode of one thread, under which no thread compiles anything.
 
-    They would do so anyway, but torch never compiles a function again that it has once met under a mode
-    (``CatchErrorsWrapper`` in torch/_dynamo/convert_frame.py). ``torch.compiler.set_stance("force_eager")`` prevents
-    that, for all threads of the process: two that enter and leave in turn would leave it set for good, and meanwhile
-    nothing is compiled in the others.
+    torch never compiles a function again that was called under a mode (``CatchErrorsWrapper`` in
+    torch/_dynamo/convert_frame.py). So no function is compiled while such a mode is active.
     """
 
     @classmethod
@@ -28,35 +26,52 @@ class DispatchMode(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Any:
-        """Activate the mode, in this thread.
+        """Activate the mode.
 
-        torch's own method also notes that in three globals, which two threads that enter and leave in turn would leave
-        set. What reads them is compiled code, which does not run here.
+        torch's own method also sets three globals. Two threads that enter and leave in turn would leave them set.
         """
-        if "torch._dynamo" in sys.modules:
-            _set_up_compiler()
-        try:
-            _push_mode(self)
-        except BaseException:
-            self.remove()  # interrupted once it was active: nobody would leave it
-            raise
+        _compiler_pause.begin()
+        _push_mode(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End what ``__enter__`` began."""
+        """Deactivate the mode."""
         _pop_mode()
+        _compiler_pause.end()
 
-    def remove(self) -> None:
-        """End it where an interrupt left it active, innermost in this thread; else do nothing."""
-        if (active := _get_current_dispatch_mode_stack()) and active[-1] is self:
-            _pop_mode()
+
+class _CompilerPause:
+    """Holds ``torch.compiler.set_stance("force_eager")`` from the first mode's beginning to the last one's end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._modes = 0
+        self._stance: Any = None
+
+    def begin(self) -> None:
+        with self._lock:
+            self._modes += 1
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                with suppress(RuntimeError):  # inside a compiled region, which is not compiled any further
+                    self._stance = torch.compiler.set_stance("force_eager")
+
+    def end(self) -> None:
+        with self._lock:
+            self._modes -= 1
+            if self._stance is not None and not self._modes:
+                stance, self._stance = self._stance, None
+                with suppress(RuntimeError):
+                    stance.__exit__(None, None, None)  # the user's own stance
+
+
+_compiler_pause = _CompilerPause()
 
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Call an operator from inside a mode, and count what a ``_foreach_`` operator writes in place.
+    """Call an operator from inside a mode, and count in-place writes of ``_foreach_`` operators.
 
-    While any mode is active, torch does not count that in ``Tensor._version`` (measured with torch 2.13), as it does
-    without one and for other operators. Gradient clipping and moving averages use them.
+    While a mode is active, torch does not count these in ``Tensor._version`` (measured with torch 2.13). Gradient
+    clipping and moving averages use them.
     """
     try:
         return func(*args, **(kwargs or {}))
@@ -71,23 +86,3 @@ def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
 def _writes_uncounted(func: Any) -> bool:
     name = getattr(func, "_opname", "")
     return name.startswith("_foreach_") and name.endswith("_")
-
-
-def _set_up_compiler() -> None:
-    """Wrap torch's function that says, at each call of a compiled function, what is done with its frames.
-
-    torch calls it in the thread that calls the function (``compile_wrapper`` in torch/_dynamo/eval_frame.py), and each
-    thread has its own modes. The wrapper holds nothing, so it can stay for the life of the process and needs no lock.
-    """
-    from torch._dynamo import eval_frame  # noqa: PLC0415 - waits where another thread is just importing it
-
-    choose = eval_frame._callback_from_stance  # noqa: SLF001 - all that is public holds for every thread
-    if choose.__module__ == __name__:
-        return
-
-    def choose_by_modes(callback: Any) -> Any:
-        if any(isinstance(mode, DispatchMode) for mode in _get_current_dispatch_mode_stack()):
-            return None  # frames are run as they are
-        return choose(callback)
-
-    eval_frame._callback_from_stance = choose_by_modes  # noqa: SLF001 - as above

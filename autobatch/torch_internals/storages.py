@@ -1,4 +1,4 @@
-"""Finds the storages behind a tensor of any layout, which ``memory.cpu`` counts and ``undo`` copies."""
+"""Finds the storages of a tensor of any layout, which ``memory.cpu`` counts and ``undo`` copies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-__all__ = ["bytes_of", "is_dense", "lacks_memory", "storage_key", "storages_of"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -23,32 +21,29 @@ _SPARSE_PARTS = {
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's values: of a view what it shows, of a sparse one its indices and values.
-
-    ``nbytes`` is not defined for sparse tensors (``aten/src/ATen/core/TensorBase.h``).
-    """
+    """Return the bytes of a tensor's values; a view has those that it shows, a sparse one those of its parts."""
     if isinstance(tensor, UninitializedParameter):
         return 0
     if tensor.layout in _SPARSE_PARTS:
         return sum(storage.nbytes() for storage in storages_of(tensor))
-    if is_traceable_wrapper_subclass(tensor):  # of a sharded one, this rank's part
+    if is_traceable_wrapper_subclass(tensor):  # a sharded tensor has this rank's part
         return sum(map(bytes_of, _parts_of(tensor)))
     return int(tensor.nbytes)
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal as long as a tensor points to the same memory and reads it the same way; values do not count."""
+    """Return a key that changes if a tensor points to other memory or reads it differently; values do not count."""
     storages = [storage._cdata for storage in storages_of(tensor)]
     strides = (tensor.storage_offset(), tensor.stride()) if tensor.layout is torch.strided else None
     return storages, tensor.dtype, tensor.shape, strides
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Every storage that holds values of a tensor, in a fixed order; the same one may come more than once.
+    """Yield every storage that holds values of a tensor, in a fixed order; one may come more than once.
 
-    A sparse tensor has one for each of its parts, a wrapper (``torch.utils._python_dispatch``) those of the tensors
-    inside it; meta, fake and opaque ones (oneDNN's own layout) have none. A wrapper that does not name its tensors (no
-    ``__tensor_flatten__``) has those of the tensors in its attributes.
+    A sparse tensor has one for each of its parts. A wrapper subclass has those of the tensors inside it. If it does
+    not name them (no ``__tensor_flatten__``), they are looked for in its attributes. Meta, fake and opaque tensors
+    (oneDNN's layout) have none.
     """
     if is_traceable_wrapper_subclass(tensor):
         for part in _parts_of(tensor):
@@ -59,7 +54,7 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     else:
         try:
             storage = tensor.untyped_storage()
-        # Opaque layouts have no storage to look at, and a lazy module's parameter refuses nearly every question.
+        # Opaque layouts have no storage, and a lazy module's parameter refuses nearly every question.
         except (NotImplementedError, RuntimeError, ValueError):
             return
         if storage.device.type == "meta":  # a fake tensor claims a device, its storage does not
@@ -73,7 +68,7 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def lacks_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is a wrapper made by ``_make_wrapper_subclass`` that does not say which tensors hold its values."""
+    """Return whether a tensor is a wrapper that does not name the tensors with its values."""
     if type(tensor) in _PLAIN or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return False
     try:
@@ -91,13 +86,13 @@ def _has_memory(storage: torch.UntypedStorage) -> bool:
 
 
 def _parts_of(wrapper: Any) -> list[torch.Tensor]:
-    """The tensors inside; a DTensor names its mesh among them (torch 2.13)."""
+    """Return the tensors inside; a DTensor names its mesh among them (torch 2.13)."""
     parts = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers lie side by side, in whatever order of dimensions."""
+    """Return whether a tensor's numbers lie side by side, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
         if stride != expected:

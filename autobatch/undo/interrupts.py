@@ -9,10 +9,8 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
-
-from autobatch._user_errors import contextmanager
 
 __all__ = ["deferred_interrupts"]
 

@@ -148,7 +148,7 @@ def test_a_tenant_of_a_fake_device_leaves_less_there():
 @pytest.mark.parametrize("byte_count", [-1, "many", None])
 def test_a_tenant_without_a_size_is_refused(byte_count):
     """In the words of the argument, not of the allocator."""
-    with pytest.raises(InvalidArgument, match=r"byte_count=.* is no size"), tenant(byte_count):
+    with pytest.raises(InvalidArgument, match=r"byte_count=.* is not a size"), tenant(byte_count):
         pass
 
 
@@ -163,8 +163,8 @@ def test_a_fake_device_takes_its_total_as_text():
     [
         (1000, 4000, "curve=1000 must be a function from samples to peak bytes"),
         (None, 4000, "curve=None must be a function"),
-        (len, -1, "total_bytes=-1 is no size"),
-        (len, "huge", "total_bytes='huge' is no size"),
+        (len, -1, "total_bytes=-1 is not a size"),
+        (len, "huge", "total_bytes='huge' is not a size"),
     ],
 )
 def test_a_fake_device_without_a_meaning_is_refused(curve, total_bytes, message):

@@ -182,45 +182,32 @@ def test_two_limits_leave_torch_s_own_flags_as_they_were(first_leaves_first):
     assert [getattr(_python_dispatch, name) for name in flags] == before
 
 
-def test_only_the_thread_in_a_limit_runs_compiled_code_eagerly():
-    """What another thread calls meanwhile is compiled, what this one calls is not, and is later."""
-    counter, pause = CompileCounter(), Pause()
+@pytest.mark.parametrize("first_leaves_first", [True, False])
+def test_compiled_code_is_eager_in_a_limit_and_compiled_later(first_leaves_first):
+    """Whichever of two threads leaves its limit first; torch would never compile again what it met in a mode."""
+    counter = CompileCounter()
     compiled = torch.compile(lambda inputs: inputs.sin() + 1, backend=counter)
-    counts = []
 
-    def work():
+    @contextmanager
+    def call_in_limit():
         with CpuDevice().limit(2**60):
             compiled(torch.ones(4))
-            counts.append(counter.frame_count)
-            pause()
+            yield
             compiled(torch.ones(4))
 
-    worker = Worker(work)
-    with released([worker], [pause]):
-        worker.start()
-        assert pause.inside.wait(AT_MOST_S)
-        compiled(torch.ones(4))
-        counts.append(counter.frame_count)
-        pause.goes_on.set()
-        worker.finish()
+    enter_and_leave([call_in_limit(), call_in_limit()], first_leaves_first)
+    assert counter.frame_count == 0
     compiled(torch.ones(4))
-    assert [*counts, counter.frame_count] == [0, 1, 1]
+    assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
-def test_the_user_s_own_stance_is_left_alone(stance):
-    """One that is set before, or meanwhile, is in force afterwards."""
-    eval_frame = torch._dynamo.eval_frame
-    with CpuDevice().limit(2**60):
-        held = torch.compiler.set_stance(stance)
-    try:
-        assert eval_frame._stance.stance == stance
-        with CpuDevice().limit(2**60):
-            pass
-        assert eval_frame._stance.stance == stance
-    finally:
-        held.__exit__(None, None, None)
-    assert eval_frame._stance.stance == "default"
+@pytest.mark.parametrize("stance", ["default", "eager_on_recompile"])
+def test_the_user_s_own_stance_is_in_force_again_after_a_limit(stance):
+    """One that was set before."""
+    with torch.compiler.set_stance(stance):
+        with CpuDevice().limit(2**60), CpuDevice().limit(2**60):
+            assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+        assert torch._dynamo.eval_frame._stance.stance == stance
 
 
 def test_two_traces_leave_the_warning_filters_as_they_were(monkeypatch):

@@ -89,7 +89,7 @@ EVENTS = [
     pytest.param(
         PlanRefused(plan_id="5f3a", reason="43 samples ran out of memory this time"),
         logging.INFO,
-        "plan 5f3a of an earlier run is not reused: 43 samples ran out of memory this time; searching anew",
+        "plan 5f3a of an earlier run is not reused: 43 samples ran out of memory this time; searching again",
         id="remembered plan that does not serve",
     ),
     pytest.param(
@@ -136,7 +136,7 @@ EVENTS = [
         StepSkipped(step=4, samples=8),
         logging.WARNING,
         "step 4 was skipped: nothing counts in its 8 samples, so it has no mean; parameters, optimizer "
-        "and scheduler are as before",
+        "and scheduler did not change",
         id="skipped",
     ),
     pytest.param(
@@ -168,7 +168,7 @@ EVENTS = [
         FINISHED.model_copy(update={"rank": 1, "world_size": 2, "ranks": RANKS}),
         logging.DEBUG,
         "rank 1 of 2: step 7: 3 micro-batches of at most 86, 1 retry, peak 5.0 GiB; the slowest rank was 0 "
-        "with 0.500 s by itself",
+        "with 0.500 s of its own work",
         id="step of several ranks",
     ),
     pytest.param(

@@ -153,7 +153,7 @@ def test_a_remembered_plan_is_confirmed_at_the_longest_length(tmp_path, monkeypa
 
 
 def test_a_length_that_does_not_fit_runs_as_few_as_the_next_longer_one():
-    """A trial that runs out of memory is no size; nothing is tried twice."""
+    """A trial that runs out of memory is not a size; nothing is tried twice."""
     calls = []
 
     def step(model, batch):

@@ -156,7 +156,7 @@ def test_more_room_than_then_is_used(caplog):
     first = autobatch.fit(**make())
     second = autobatch.fit(**make(budget="64MiB"))
     assert second.micro_batch_size > first.micro_batch_size
-    assert "may fit; searching anew" in warnings_of(caplog)[0]
+    assert "may fit; searching again" in warnings_of(caplog)[0]
     assert autobatch.fit(**make(budget="64MiB")).confirms == second.id
 
 
@@ -199,7 +199,7 @@ def test_a_change_that_the_fingerprint_cannot_see_is_found_by_the_trial(monkeypa
     assert second.confirms == ""
     assert second.peak_bytes <= second.limit_bytes
     assert (second.micro_batch_size < first.micro_batch_size) == (copies > 1)
-    assert "searching anew" in warnings_of(caplog)[-1]
+    assert "searching again" in warnings_of(caplog)[-1]
     assert why in warnings_of(caplog)[-1]
 
 
