@@ -12,7 +12,10 @@ back as soon as it may.
 4. If the plan's size fails again when it is back, it waits: 1, 2, 4, ... clean steps, up to ``LONGEST_WAIT``. Each
    clean step at the plan's size halves the wait. The step in which it fails takes a size halfway between the largest
    that ran and the smallest that failed.
-5. The size that runs during a wait becomes smaller only if it fails in two steps in a row.
+5. The size that runs during a wait becomes smaller only if it fails in two steps in a row. After ``CLEAN_STEPS`` clean
+   steps it gives way to the size halfway to the smallest that failed. If that fails in its first step, the size before
+   is back. A size that fails in one step and runs in the next shows that sizes fail by chance: then all sizes up to the
+   plan's are open again.
 6. If the allocator thrashes in two steps in a row, the next smaller size runs for ``CLEAN_STEPS``; then rule 4 holds.
 
 A step is clean if nothing failed or thrashed and its largest micro-batch was large enough to prove something.
@@ -53,6 +56,7 @@ class Ceiling(Record):
         wait: Number of clean steps of each wait.
         left: Number of them still to come. At 0 the plan's size is on trial.
         is_doubted: Whether ``ran`` failed in the last step.
+        sure: Size that ran before ``ran``, which has not run yet; 0 if it has.
     """
 
     ran: Samples
@@ -60,6 +64,7 @@ class Ceiling(Record):
     wait: _Wait
     left: _Wait
     is_doubted: Flag = False
+    sure: Count = 0
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Ceiling:
@@ -130,6 +135,10 @@ class Pace:
         sizes = {*halves, *self.ladder, self.smallest, 2 * self.smallest - 1}
         return tuple(sorted({size for size in sizes if self.smallest <= size <= top} | {top}))
 
+    def between(self, ceiling: Ceiling) -> list[int]:
+        """Return the sizes between the largest that ran and the smallest that failed, ascending."""
+        return [rung for rung in self.rungs if ceiling.ran < rung < ceiling.failed]
+
     def before_step(self, most_bytes: int | None, limit_bytes: int | None) -> Pace:
         """Choose the size for a step that begins with so much memory (rule 1).
 
@@ -174,7 +183,7 @@ class Pace:
         if fitting is not None and is_foreseen:
             wanted = fitting
         elif self.ceiling and not self.ceiling.left and self.ceiling.ran < failed:
-            between = [rung for rung in rungs if self.ceiling.ran < rung < self.ceiling.failed]
+            between = self.between(self.ceiling)
             wanted = between[len(between) // 2] if between and not self.shortage else self.ceiling.ran
         elif fitting is None or (self.shortage and not self.shortage.is_foreseen):
             wanted = failed // 2
@@ -209,11 +218,16 @@ def _after_shortages(pace: Pace, shortage: _Shortage) -> Pace:
     A compiled model does not wait the first time: that would be one more change of its size. Nor does a step at the
     smallest size, since the next shortage would be its end.
     """
-    if pace.ceiling and pace.ceiling.left and not pace.ceiling.is_doubted:
-        ceiling = pace.ceiling.model_copy(update={"is_doubted": True})
+    old, ran = pace.ceiling, pace.size
+    if old and old.sure:
+        ceiling = old.model_copy(update={"ran": max(old.sure, ran), "failed": old.ran, "sure": 0})
+    elif old and old.left and not old.is_doubted:
+        ceiling = old.model_copy(update={"is_doubted": True})
+    elif old and old.left:
+        ceiling = old.model_copy(update={"ran": ran, "failed": old.ran, "is_doubted": False})
     else:
-        at_once = shortage.is_foreseen or pace.patience or pace.size == pace.rungs[0]
-        ceiling = _lower_ceiling(pace, pace.size, shortage.failed, 0 if at_once else 1, max(pace.patience, 1))
+        at_once = shortage.is_foreseen or pace.patience or ran == pace.rungs[0]
+        ceiling = _lower_ceiling(pace, ran, shortage.failed, 0 if at_once else 1, max(pace.patience, 1))
     pace = replace(pace, ceiling=ceiling)
     return pace if shortage.is_foreseen else _move(pace, pace.goal, "grown back")
 
@@ -251,7 +265,12 @@ def _after_clean_step(pace: Pace, largest: int) -> Pace:
     if ceiling is not None and is_on_trial:
         ceiling = ceiling.model_copy(update={"wait": ceiling.wait // 2}) if ceiling.wait > 1 else None
     elif ceiling is not None:
-        ceiling = ceiling.model_copy(update={"left": max(ceiling.left - 1, 0), "is_doubted": False})
+        failed = pace.ladder[-1] if ceiling.is_doubted else ceiling.failed
+        left = max(ceiling.left - 1, 0)
+        ceiling = ceiling.model_copy(update={"failed": failed, "left": left, "is_doubted": False, "sure": 0})
+        between = pace.between(ceiling)
+        if left and between and pace.size == goal and pace.clean_steps + 1 >= CLEAN_STEPS:
+            ceiling = ceiling.model_copy(update={"ran": between[len(between) // 2], "sure": ceiling.ran})
     pace = replace(pace, ceiling=ceiling, clean_steps=pace.clean_steps + 1)
     # If a reading made the size smaller than the goal, the next reading decides.
     return _move(pace, pace.goal, "grown back") if pace.size == goal else pace
