@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from torch import nn
 
 from autobatch._formatting import plural
 from autobatch.batch.layout import Layout
-from autobatch.batch.tree import is_array, leaves_of, map_tensors
+from autobatch.batch.tree import is_array, leaves_of, map_tensors, tensors_of
 from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.exactness.determinism import deterministic, full_precision, is_narrow, widen
 from autobatch.exactness.diagnosis import find_causes, find_uncontrolled_generators, judge_batch_norm
@@ -52,23 +53,6 @@ Side = Literal["", "against", "along"]
 _STILL: Side = ""
 
 
-@dataclass(frozen=True)
-class _FirstLook:
-    """The result of a first comparison in float32.
-
-    Attributes:
-        verdict: The verdict; ``None`` if a second look is needed.
-        moved: How parameters had moved when the split was inexact.
-        norms: The norm of each parameter's gradient.
-        moved_norms: The same, after parameters had moved.
-    """
-
-    verdict: Verdict | None = None
-    moved: Side = _STILL
-    norms: Sequence[float] = ()
-    moved_norms: Sequence[float] = ()
-
-
 class _ModelDoesNotFit(DoesNotFit):
     """Memory ran out before a sample was run, so fewer samples would not fit either."""
 
@@ -88,8 +72,6 @@ class SplitComparison:
         exact_at: Number of samples for which a smaller comparison has found the split exact; 0 if none has.
         order: Rows in the order in which steps take them, if it differs from the batch's order.
         is_trimmed: Whether the step trims parts.
-        moves: How parameters have moved while samples are compared.
-        norms: The norm of each parameter's gradient in float32, if parameters have moved.
         explains: Whether causes are looked for.
         writes: Whether the step writes into memory that has to be put back; ``None`` if that is not known.
     """
@@ -102,8 +84,6 @@ class SplitComparison:
     exact_at: int = 0
     order: Sequence[int] | None = None
     is_trimmed: bool = False
-    moves: Side = _STILL
-    norms: Sequence[float] = ()
     explains: bool = True
     writes: bool | None = None
 
@@ -130,105 +110,101 @@ class SplitComparison:
         handled = sys.exc_info()[1]
         try:
             return self._compare(samples, partitions), ""
-        except DoesNotFit as shortage:
-            is_final = isinstance(shortage, _ModelDoesNotFit) and not self.exact_at
-            return _unchecked(str(shortage)) if is_final else None, str(shortage)
+        except _ModelDoesNotFit as shortage:
+            return None if self.exact_at else _unchecked(str(shortage)), str(shortage)
         except Exception as error:
-            reason = describe_error(error, handled=handled)
-            if is_oom(error, handled=handled):
-                return None, reason
-            if isinstance(error, AutobatchError) and not self.after_trials:
+            reason, kind = describe_error(error, handled=handled), type(error).__name__
+            is_ours = isinstance(error, AutobatchError)
+            if isinstance(error, DoesNotFit) or is_oom(error, handled=handled):
+                return None, str(error) if is_ours else reason
+            if is_ours and not self.after_trials:
                 raise
-            is_ours, kind = isinstance(error, AutobatchError), type(error).__name__
-        # By its type alone: the verdict is stored with its plan, and the text of the user's error may be anything.
         if self.exact_at:
             _log.info("%d samples at once could not be compared: %s", samples, reason)
             return _unchecked(f"more of them raise {kind}; its text is in the log"), ""
         if is_ours:
             return _unchecked(reason), ""
-        if self.after_trials:
-            _log.info("the step cannot be made deterministic: %s", reason)
-            reason = f"{reason.partition(':')[0]}; its text is in the log"
-        else:  # raises the step's error if it is raised without our changes too
+        if not self.after_trials:  # raises the step's error if it is raised without our changes too
             self.measure(self.layout.spread(samples, self.order), None).whole()
-        return _unchecked(f"the step cannot be made deterministic ({reason})"), ""
+        return _unchecked(f"the step cannot be made deterministic ({self._show(reason)})"), ""
 
     def _compare(self, samples: int, partitions: Sequence[Sizes]) -> Verdict:
         """Compare as cheaply as the answer allows."""
         if not partitions and not _differ(self.layout.spread(samples, self.order)):
             return _unchecked(f"{samples} samples of the batch are all alike: pass a batch of samples that differ")
-        first = _FirstLook() if self.moves or self.is_trimmed else self._look_quickly(samples, partitions)
-        if first.verdict is not None:
-            return first.verdict
-        verdict = self._look_closely(samples, partitions, self.norms or first.norms)
-        if verdict.exact and first.moved:
-            aside = replace(self, moves=first.moved, norms=first.moved_norms, after_trials=True)
-            found, _ = aside.attempt(samples)
-            if found is not None and not (found.exact or found.unchecked):
-                causes = *found.causes[:-1], *(f"{cause}{_HIDDEN}" for cause in found.causes[-1:])
-                return found.model_copy(update={"causes": causes})
+        quick, moved = (None, _STILL) if self.is_trimmed else self._look_quickly(samples, partitions)
+        if quick is not None:
+            return quick
+        verdict = self._look_closely(samples, partitions)
+        if verdict.exact and moved:
+            return self._look_for_hidden(samples, moved, verdict)
         return verdict
 
-    def _look_quickly(self, samples: int, partitions: Sequence[Sizes]) -> _FirstLook:
-        """Compare in float32, and return the verdict if that shows it."""
-        first, moved = _FirstLook(), _STILL
+    def _look_quickly(self, samples: int, partitions: Sequence[Sizes]) -> tuple[Verdict | None, Side]:
+        """Compare in float32; return the verdict if that shows it, and how parameters had moved if they differ."""
+        moved = _STILL
         try:
             with ExitStack() as stack:
                 measured = self._find_first(samples, stack)
                 if not 0 < measured.norm() < inf:
-                    return first
-                first = _FirstLook(norms=measured.scales().sizes)
+                    return None, moved
                 if batch_norms_in_train_mode(self.workload.model):
                     sizes = (partitions or partitions_of(samples, 2) or partitions_of(samples, 1))[0]
-                    return _FirstLook(judge_batch_norm(measured, ranges_of(sizes)) if self.after_trials else None)
-                crossed = crossings(samples)
+                    return (judge_batch_norm(measured, ranges_of(sizes)) if self.after_trials else None), moved
                 if partitions:
                     error = measured.error([*map(ranges_of, partitions)])
                 else:
-                    partitions = [tuple(map(len, parts)) for parts in crossed]
-                    error, moved, moved_norms = _compare_moved(measured, *crossed)
-                    first = replace(first, moved_norms=moved_norms)
-                if error <= TOLERANCE or (error > _SURELY and not self.explains):
-                    tried = tuple(dict.fromkeys(partitions))
-                    exact = error <= TOLERANCE
-                    verdict = Verdict(exact=exact, relative_error=error, samples=samples, partitions=tried)
-                    return replace(first, verdict=verdict)
-                return replace(first, moved=moved)
+                    rows, columns = crossings(samples)
+                    partitions = [*dict.fromkeys(tuple(map(len, parts)) for parts in (rows, columns))]
+                    error, moved = _compare_moved(measured, rows, columns)
+                exact = error <= TOLERANCE
+                if exact or (error > _SURELY and not self.explains):
+                    tried = tuple(partitions)
+                    return Verdict(exact=exact, relative_error=error, samples=samples, partitions=tried), moved
         except AutobatchError:  # such as a step that writes into its batch
             raise
         except Exception as error:  # noqa: BLE001 - a step that refuses single samples, or such values
             _log.debug("the quick comparison was left: %s", describe_error(error))
-        return first
+        return None, moved
 
     def _find_first(self, samples: int, stack: ExitStack) -> Measurement:
         """Return a measurement of the step as it is; of a repeatable one if it draws, or is in half precision."""
         few = self.layout.spread(samples, self.order)
-        if not is_narrow([*self.workload.parameters(), *_tensors_of(few)]):
+        if not is_narrow([*self.workload.parameters(), *tensors_of(few.batch)]):
             stack.enter_context(full_precision())
             measured = self._begin(stack, widened(few), None)
             before = _read_generators(self.device.torch_device)
             measured.whole()
             self.writes = measured.writes
-            if _are_equal(before, _read_generators(self.device.torch_device)):
+            if _read_generators(self.device.torch_device) == before:
                 return measured
             measured.start.restore()
         random = stack.enter_context(self._repeatable(torch.float32))
         return self._begin(stack, widened(few), random)
 
-    def _look_closely(self, samples: int, partitions: Sequence[Sizes], norms: Sequence[float]) -> Verdict:
-        """Return the verdict of float64, in which a difference of rounding is gone; of float32 if that fails.
-
-        A gradient of nearly 0 is nearly all rounding, so it is judged relative to that of float32 (``norms``) too.
-        """
+    def _look_closely(self, samples: int, partitions: Sequence[Sizes], moves: Side = _STILL) -> Verdict:
+        """Return the verdict of float64, in which a difference of rounding is gone; of float32 if that fails."""
         handled, partitions = sys.exc_info()[1], partitions or partitions_of(samples, 1)
         try:
-            with self._measuring(samples, torch.float64) as measured:
-                return self._judge(replace(measured, before=norms), partitions)
+            with self._measuring(samples, torch.float64, moves) as measured:
+                return self._judge(measured, partitions)
         except Exception as error:  # noqa: BLE001 - too little memory for float64, or a step that insists on float32
             _log.info("the check was not repeated in float64: %s", describe_error(error, handled=handled))
         self.device.reclaim()
-        with self._measuring(samples, torch.float32) as measured:
+        with self._measuring(samples, torch.float32, moves) as measured:
             return self._judge(measured, partitions)
+
+    def _look_for_hidden(self, samples: int, moves: Side, exact: Verdict) -> Verdict:
+        """Return the verdict after parameters have moved if it is inexact, else the exact one of their own values."""
+        try:
+            found = self._look_closely(samples, (), moves)
+        except Exception as error:  # noqa: BLE001 - a step that does not run with other values
+            _log.info("the check was not repeated with moved parameters: %s", describe_error(error))
+            return exact
+        if found.exact or found.unchecked:
+            return exact
+        causes = *found.causes[:-1], *(f"{cause}{_HIDDEN}" for cause in found.causes[-1:])
+        return found.model_copy(update={"causes": causes})
 
     def _judge(self, measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
         samples, norm = measured.layout.count, measured.norm()
@@ -255,15 +231,19 @@ class SplitComparison:
                 return self._judge_unless_refused(measured, larger)
             return _unchecked(f"single samples cannot be run, and {samples} are too few to divide otherwise")
         measured.repeat_error()  # raises if all samples do not run any more either
-        if self.after_trials or self.exact_at:  # by its type alone, as in ``attempt``
-            _log.info("the step raised an error at %d samples: %s", refused, reason)
-            reason = f"{reason.partition(':')[0]}; its text is in the log"
-        return _unchecked(f"the step raised an error at {plural(refused, 'sample')} ({reason})")
+        return _unchecked(f"the step raised an error at {plural(refused, 'sample')} ({self._show(reason)})")
+
+    def _show(self, reason: str) -> str:
+        """Return an error's text; its type alone if the verdict is stored with a plan, as the text may be anything."""
+        if not (self.after_trials or self.exact_at):
+            return reason
+        _log.info("the split could not be checked: %s", reason)
+        return f"{reason.partition(':')[0]}; its text is in the log"
 
     def _judge_partitions(self, measured: Measurement, sizes: Sequence[Sizes]) -> Verdict:
         partitions = [*map(ranges_of, sizes)]
         error = measured.error(partitions)
-        if error > TOLERANCE and (uncontrolled := find_uncontrolled_generators(measured)) is not None:
+        if error > TOLERANCE and (uncontrolled := find_uncontrolled_generators(measured)):
             return _unchecked(uncontrolled)
         verdict = Verdict(
             exact=error <= TOLERANCE, relative_error=error, samples=measured.layout.count, partitions=tuple(sizes)
@@ -289,14 +269,14 @@ class SplitComparison:
             return (f"its cause could not be found ({type(error).__name__}; its text is in the log)",)
 
     @contextmanager
-    def _measuring(self, samples: int, dtype: torch.dtype) -> Iterator[Measurement]:
+    def _measuring(self, samples: int, dtype: torch.dtype, moves: Side = _STILL) -> Iterator[Measurement]:
         """Yield a measurement of samples that are spread over the batch, in a repeatable step."""
         with ExitStack() as stack:
             random = stack.enter_context(self._repeatable(dtype))
             layout = widened(self.layout.spread(samples, self.order), dtype)
-            if self.moves:
+            if moves:
                 mirror = stack.enter_context(self.measure(layout, random).moved())
-                if self.moves == "along":
+                if moves == "along":
                     mirror()
             measured = self._begin(stack, layout, random)
             yield replace(measured, diagnoses=self.explains)
@@ -330,35 +310,33 @@ class SplitComparison:
         return Measurement(self.workload, self.device, layout, start, outside, random, writes=self.writes)
 
 
-def _compare_moved(measured: Measurement, rows: Parts, columns: Parts) -> tuple[float, Side, Sequence[float]]:
-    """``_compare_sides``; if memory is too short for a copy of the parameters, they stay."""
+def _compare_moved(measured: Measurement, rows: Parts, columns: Parts) -> tuple[float, Side]:
+    """Return the error after parameters have moved, and the last side; if memory is too short for a copy, they stay."""
     try:
         return _compare_sides(measured, rows, columns)
     except DoesNotFit as shortage:
         _log.info("the check was not repeated with moved parameters: %s", shortage)
     measured.device.reclaim()  # only now, after the ``except`` block, are the failed attempt's frames gone
-    return measured.after_move().error([rows, columns]), _STILL, ()
+    return measured.after_move().error([rows, columns]), _STILL
 
 
-def _compare_sides(measured: Measurement, rows: Parts, columns: Parts) -> tuple[float, Side, Sequence[float]]:
-    """Return the error after parameters have moved, to both sides; the last side, and the norms of gradients there.
+def _compare_sides(measured: Measurement, rows: Parts, columns: Parts) -> tuple[float, Side]:
+    """Return the error after parameters have moved, to both sides, and the last side.
 
     A term that compares samples may be 0 with the values that parameters have. One side alone may not show it, as a
     mean may be kept from below 0.
     """
     with measured.moved() as mirror:
-        error, norms = _compare_at(measured.after_move(), rows)
+        error = _error_at(measured.after_move(), rows)
         if error > TOLERANCE:
-            return error, "against", norms
+            return error, "against"
         mirror()
-        other, norms = _compare_at(measured.after_move(), columns)
-        return max(error, other), "along", norms
+        return max(error, _error_at(measured.after_move(), columns)), "along"
 
 
-def _compare_at(measured: Measurement, parts: Parts) -> tuple[float, Sequence[float]]:
-    """Return the error of one partition, infinite without a gradient to compare, and the norms of gradients."""
-    norm = measured.norm()
-    return measured.error([parts]) if 0 < norm < inf else inf, measured.scales().sizes
+def _error_at(measured: Measurement, parts: Parts) -> float:
+    """Return the error of one partition; infinite without a gradient to compare."""
+    return measured.error([parts]) if 0 < measured.norm() < inf else inf
 
 
 def widened(layout: Layout, dtype: torch.dtype = torch.float32) -> Layout:
@@ -366,18 +344,12 @@ def widened(layout: Layout, dtype: torch.dtype = torch.float32) -> Layout:
     return Layout(map_tensors(layout.batch, lambda tensor: widen(tensor, dtype)), layout.count, layout.lists)
 
 
-def _tensors_of(layout: Layout) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves_of(layout.batch) if isinstance(leaf, torch.Tensor)]
-
-
-def _read_generators(device: torch.device) -> tuple[list[torch.Tensor], HostRandomState]:
+def _read_generators(device: torch.device) -> bytes:
+    """Return the states of all generators that a step may draw from."""
+    host = HostRandomState.capture()
     which = () if device.type == "mps" else (device,)  # there is one, and before torch 2.13 its functions take none
-    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(*which)]
-    return [torch.get_rng_state(), *own], HostRandomState.capture()
-
-
-def _are_equal(before: tuple[list[torch.Tensor], HostRandomState], now: tuple[list[torch.Tensor], Any]) -> bool:
-    return all(map(torch.equal, before[0], now[0])) and before[1].is_current()
+    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(*which).tolist()]
+    return pickle.dumps((torch.get_rng_state().tolist(), own, host.python, host.numpy))
 
 
 def _differ(layout: Layout) -> bool:

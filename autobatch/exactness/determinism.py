@@ -203,35 +203,31 @@ _FILLED = {
 }
 """Operators that make a tensor, and those that would fill it with the same numbers."""
 
+_NUMBERS = ("from", "to", "mean", "std", "lambd", "median", "sigma", "p")
+
 
 def _draw(func: Any, given: dict[str, Any], random: SampleNumbers) -> torch.Tensor:
     """Draw for the samples that run, in the operator's own distribution."""
-    name, target = _name_of(func), given.get("self", torch.empty(0))
-    filled: torch.Tensor
+    name = _name_of(func)
+    like: torch.Tensor = given.get("self", torch.empty(0))
     if name in _BY_NUMBERS:
         return _BY_NUMBERS[name](given, random)
     if any(isinstance(given.get(key), torch.Tensor) for key in ("mean", "std", "p")):
-        filled = _near(given, random) if name == "normal" else target.copy_(_flip(given, random))
-        return filled
+        return _near(given, random) if name == "normal" else like.copy_(_flip(given, random))
     if name in _FILLED:
-        options = {key: given[key] for key in ("dtype", "device") if given.get(key) is not None}
+        options = _options_of(given)
         integer = {"dtype": torch.int64} if name == "randint" else {}
-        made = {**integer, **options}
-        like = torch.empty(given["size"], **made) if "size" in given else torch.empty_like(target, **options)
+        has_size = "size" in given
+        like = torch.empty(given["size"], **{**integer, **options}) if has_size else torch.empty_like(like, **options)
         if "high" in given:
             given = {"from": given.get("low", 0), "to": given["high"]}
-        return random.draw(like.shape, partial(_fill, like, _FILLED[name], _numbers_of(given)))
-    if name == "bernoulli_":
+    elif name == "bernoulli_":
         # All coins of dropout show heads. At least half of the others do: zeros would hide what is behind them.
         is_dropout = running_frames()[0].f_code.co_filename == F.__file__
         given["p"] = 1.0 if is_dropout else max(given["p"], 0.5) if given["p"] else 0.0
-    filled = target.copy_(random.draw(target.shape, partial(_fill, target, name, _numbers_of(given))))
-    return filled
-
-
-def _numbers_of(given: Mapping[str, Any]) -> list[Any]:
-    names = ("from", "to", "mean", "std", "lambd", "median", "sigma", "p")
-    return [given[name] for name in names if given.get(name) is not None]
+    numbers = [given[key] for key in _NUMBERS if given.get(key) is not None]
+    drawn = random.draw(like.shape, partial(_fill, like, _FILLED.get(name, name), numbers))
+    return drawn if name in _FILLED else like.copy_(drawn)
 
 
 def _fill(like: torch.Tensor, name: str, numbers: Sequence[Any], shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -239,6 +235,10 @@ def _fill(like: torch.Tensor, name: str, numbers: Sequence[Any], shape: tuple[in
     empty = torch.empty(shape, dtype=like.dtype, device=like.device)
     filled: torch.Tensor = getattr(_ATEN, name)(empty, *numbers, generator=generator)
     return filled
+
+
+def _options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: given[key] for key in ("dtype", "device") if given.get(key) is not None}
 
 
 def _uniform(shape: Sequence[int], device: torch.device, random: SampleNumbers) -> torch.Tensor:
@@ -259,15 +259,13 @@ def _near(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
     mean, std = given["mean"], given["std"]
     like = mean if isinstance(mean, torch.Tensor) else std
     shape = torch.broadcast_shapes(*(part.shape for part in (mean, std) if isinstance(part, torch.Tensor)))
-    deviates = torch.special.ndtri(_uniform(shape, like.device, random)).to(like.dtype)
-    near: torch.Tensor = mean + std * deviates
+    near: torch.Tensor = mean + std * torch.special.ndtri(_uniform(shape, like.device, random)).to(like.dtype)
     return near
 
 
 def _permutation(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
-    options = {key: given[key] for key in ("dtype", "device") if given.get(key) is not None}
     uniform = _uniform((given["n"],), torch.device("cpu"), random)
-    return uniform.argsort(stable=True).to(**{"dtype": torch.int64, **options})
+    return uniform.argsort(stable=True).to(**{"dtype": torch.int64, **_options_of(given)})
 
 
 def _categories(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
@@ -289,9 +287,7 @@ def _positive(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
 
 
 def _counts(mean: torch.Tensor, random: SampleNumbers) -> torch.Tensor:
-    deviates = torch.special.ndtri(_uniform(mean.shape, mean.device, random))
-    counts: torch.Tensor = (mean + mean.sqrt() * deviates).round().clamp_min(0).to(mean.dtype)
-    return counts
+    return _positive({"self": mean}, random).round()
 
 
 _BY_NUMBERS: dict[str, Callable[[Mapping[str, Any], SampleNumbers], torch.Tensor]] = {

@@ -46,8 +46,6 @@ from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_nor
 from autobatch.undo.random_state import HostRandomState
 
 _ORDERS: tuple[Order, ...] = ("rising", "falling")
-_MOST_MOVED = 8
-"""Modules with state that moves, of which each is tried by itself; of more those of one class are tried together."""
 
 _UNSTEADY = (
     "the same samples give another gradient each time: the step keeps state of its own, outside buffers, or draws from "
@@ -198,28 +196,21 @@ def _find_moving_state(measured: Measurement, partitions: Sequence[Parts]) -> tu
     if not _are_same(outside, measured, partitions[:2]):
         causes, measured = (_MOVES_OUTSIDE,), outside
     everywhere = measured.renewing("all")
-    if not _are_same(everywhere, measured, partitions[:2]) and (cause := _name_moving_state(everywhere, partitions)):
+    if not _are_same(everywhere, measured, partitions[:2]) and (cause := _name_moving_state(everywhere)):
         causes, measured = (*causes, cause), everywhere
     return causes, measured
 
 
-def _name_moving_state(renewed: Measurement, partitions: Sequence[Parts]) -> str:
-    """Name the modules whose state matters: if it is not rewound, the gradient is another."""
-    names = _moved_modules(renewed)
-    modules = dict(renewed.workload.model.named_modules())
-    groups: dict[object, list[str]] = {}
-    for name in names:
-        groups.setdefault(name if len(names) <= _MOST_MOVED else type(modules[name]), []).append(name)
-    matter = [
-        name
-        for group in groups.values()
-        if not _are_same(renewed.renewing("all", tuple(modules[name] for name in group)), renewed, partitions[:2])
-        for name in group
-    ]
-    if not names:
+def _name_moving_state(renewed: Measurement) -> str:
+    """Name the modules whose state moves in a forward pass."""
+    renewed.repeat_error()
+    moved = {id(module) for module in renewed.start.find_moved()}
+    model = renewed.workload.model
+    names = [name for name, module in model.named_modules() if id(module) in moved]
+    shown = [name.partition(".parametrizations")[0].removeprefix("parametrizations") for name in names]
+    shown = [name or type(model).__name__ for name in shown]
+    if not shown:
         return ""
-    shown = [name.partition(".parametrizations")[0].removeprefix("parametrizations") for name in matter or names]
-    shown = [name or type(renewed.workload.model).__name__ for name in shown]
     return (
         f"state that moves with every forward pass ({show_names([*dict.fromkeys(shown)])}; such as spectral_norm's) is "
         f"another for each micro-batch: it moves once a micro-batch, not once a step"
@@ -338,13 +329,6 @@ def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measur
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001, FBT001, FBT002 - as Module.train
     return layer
-
-
-def _moved_modules(measured: Measurement) -> list[str]:
-    """Return names of modules with state that changes in a forward pass."""
-    measured.repeat_error()
-    moved = {id(module) for module in measured.start.find_moved()}
-    return [name for name, module in measured.workload.model.named_modules() if id(module) in moved]
 
 
 def _is_exact_in(order: Order, measured: Measurement, partitions: Sequence[Parts]) -> bool:

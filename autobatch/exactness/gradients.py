@@ -97,9 +97,9 @@ def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Ten
     return _norm(torch.stack([_norm(chunk - second, dtype=wide) for chunk, second in chunks]))
 
 
-def bound_noise(noise: Sequence[float], sizes: Sequence[float]) -> list[float]:
-    """Return how much of each parameter's difference between two runs can be rounding; ``sizes`` are all norms."""
-    return [min(one, _MOST_NOISE * _largest(sizes)) for one in noise]
+def bound_noise(noise: Sequence[float], sizes: Sequence[float], least: float) -> list[float]:
+    """Return how much of each parameter's difference between two runs can be rounding: at least ``least``."""
+    return [max(min(one, _MOST_NOISE * _largest(sizes)), least) for one in noise]
 
 
 def _largest(sizes: Sequence[float]) -> float:
@@ -113,12 +113,10 @@ class Scales:
     Attributes:
         sizes: The norm of each parameter's whole gradient.
         noise: The norm of its rounding noise; empty if that was not measured.
-        before: Its norm in a measurement with more rounding; empty if that is not known.
     """
 
     sizes: Sequence[float]
     noise: Sequence[float] = ()
-    before: Sequence[float] = ()
 
     def floor(self, index: int) -> float:
         """Return the smallest scale of a parameter: it just tolerates a difference of ``_NOISES`` roundings."""
@@ -126,7 +124,7 @@ class Scales:
 
     def judge(self, apart: Sequence[float]) -> list[float]:
         """Return the relative error of each parameter; more than ``TOLERANCE`` is a difference."""
-        return [relate(one, self._scale(index, one)) for index, one in enumerate(apart)]
+        return [relate(one, max(self.sizes[index], self.floor(index)) or one) for index, one in enumerate(apart)]
 
     def report(self, apart: Sequence[float]) -> dict[int, float]:
         """Return the error of each parameter that differs, by index: relative to its own gradient, 1 if it has none."""
@@ -139,10 +137,6 @@ class Scales:
     def divisors(self) -> list[float]:
         """Return what brings all parameters to one scale, and those that hold only noise to nearly 0."""
         return [max(size, self.floor(index)) or _largest(self.sizes) for index, size in enumerate(self.sizes)]
-
-    def _scale(self, index: int, apart: float) -> float:
-        before = self.before[index] if self.before else 0.0
-        return max(self.sizes[index], self.floor(index), before) or apart
 
 
 def relate(apart: float, scale: float) -> float:

@@ -64,9 +64,7 @@ class Measurement:
         diagnoses: Whether values of gradients are kept for ``values`` and ``alone``.
         renews: State that is rewound before each part of a run, not only before the run: none, that outside the model,
             or all of it.
-        moves: Modules that are not rewound then.
         writes: Whether runs write into memory that has to be put back; ``None`` before the first run.
-        before: The norm of each parameter's gradient with more rounding; empty if that is not known.
         states_counts: Whether the step states what a loss was divided by.
         returns_part: Whether it returns a ``Part``.
         running: Number of samples with which the step was called last.
@@ -80,9 +78,7 @@ class Measurement:
     random: SampleNumbers | None
     diagnoses: bool = False
     renews: Literal["", "outside", "all"] = ""
-    moves: tuple[nn.Module, ...] = ()
     writes: bool | None = None
-    before: Sequence[float] = ()
     states_counts: bool = False
     returns_part: bool = False
     running: int = field(default=0, init=False)
@@ -103,7 +99,7 @@ class Measurement:
     def scales(self) -> Scales:
         """Return the scale on which each parameter is judged; without its noise until that was needed."""
         if self._scales is None:
-            self._scales = Scales(norms(self.whole()), before=self.before)
+            self._scales = Scales(norms(self.whole()))
         return self._scales
 
     def norm(self) -> float:
@@ -121,16 +117,16 @@ class Measurement:
     def again(self, layout: Layout | None = None) -> Measurement:
         """Return a measurement from the state as it is now, after a change to the model or to random numbers."""
         start = Undo(self.workload.model, self.device.torch_device)
-        return replace(self, start=start, layout=layout or self.layout, before=())
+        return replace(self, start=start, layout=layout or self.layout)
 
     def after_move(self) -> Measurement:
         """Return a measurement of parameters that have moved. Runs would put back those that a step writes into."""
         self.forget()
         return self.again() if self.writes else self
 
-    def renewing(self, renews: Literal["outside", "all"], moves: tuple[nn.Module, ...] = ()) -> Measurement:
+    def renewing(self, renews: Literal["outside", "all"]) -> Measurement:
         """Return the same with the state rewound before each part; the whole, which is one part, stays as measured."""
-        other = replace(self, renews=renews, moves=moves)
+        other = replace(self, renews=renews)
         vars(other).update(_whole=self._whole, _scales=self._scales, _counts=self._counts)
         return other
 
@@ -141,18 +137,8 @@ class Measurement:
     def error(self, partitions: Sequence[Parts]) -> float:
         """Return the relative error of the worst parameter in the worst partition, accumulated as training would.
 
-        It is more than ``TOLERANCE`` only if it is more than the parameter's rounding noise. If several rows a sample
-        are drawn, the order of rows that fits better counts.
+        It is more than ``TOLERANCE`` only if it is more than the parameter's rounding noise.
         """
-        error, random = self._find_error(partitions), self.random
-        if error > TOLERANCE and random is not None and random.flattened:
-            for random.samples_last in (True, False):
-                self.forget()
-                if (turned := self._find_error(partitions)) <= TOLERANCE:
-                    return turned
-        return error
-
-    def _find_error(self, partitions: Sequence[Parts]) -> float:
         for parts in partitions:
             self.differences(parts)
         # Some again: a later partition may have made an earlier one void.
@@ -202,10 +188,8 @@ class Measurement:
 
     def part(self, rows: Sequence[int]) -> Layout:
         """Return these samples as a batch."""
-        if isinstance(rows, range) and rows.step == 1:
-            taken = self.layout.take(rows.start, rows.stop)
-        else:
-            taken = self.layout.pick([*rows])
+        is_view = isinstance(rows, range) and rows.step == 1
+        taken = self.layout.take(rows[0], rows[-1] + 1) if is_view else self.layout.pick([*rows])
         # Leaves: a registered type's own ``take`` may compute them from tensors that require a gradient.
         return Layout(map_tensors(taken, as_leaf), len(rows), self.layout.lists)
 
@@ -235,8 +219,13 @@ class Measurement:
         scale = None if factor == 1 else lambda loss: loss * factor
         watched = 2 if self.writes is None else 0
         accumulation = Accumulation(workload, self.device, scale, records=False, owns_batches=True, watched=watched)
-        with self._recording():
-            done = accumulation.run(layouts, self.layout.count)
+        records = self.writes is not False
+        try:
+            with self.start.watch(WrittenMemory(), tensors_of(self.layout.batch)) if records else nullcontext():
+                done = accumulation.run(layouts, self.layout.count)
+            self.writes = bool(self.start.memory)
+        finally:
+            self._restore_outside()  # no run may follow; the model stays: a diagnosis looks at it
         if self.random is not None:
             self.random.end()
         self._loss = 0.0 if done is None or done.loss is None else float(done.loss)
@@ -301,7 +290,18 @@ class Measurement:
         """
         scales = self.scales()
         if not scales.noise:
-            self._scales = replace(scales, noise=bound_noise(self._apart_at(_FACTOR), scales.sizes))
+            noise = bound_noise(self._apart_at(_FACTOR), scales.sizes, self._least_noise())
+            self._scales = replace(scales, noise=noise)
+
+    def _least_noise(self) -> float:
+        """Return one rounding of a gradient in float64, as one run may show less; 0 in float32, where it would hide.
+
+        It is that of the largest gradient, or of one that would change the loss if all of its parts are rounding.
+        """
+        if not all(one is None or one.dtype == torch.float64 for one in self.whole()):
+            return 0.0
+        length = math.hypot(*map(_length_of, self.workload.parameters())) or 1.0
+        return torch.finfo(torch.float64).eps * max(self.norm(), abs(self._whole_loss) / length)
 
     def _apart_at(self, factor: float) -> list[float]:
         """Return how far the gradient at a multiple of the loss, divided by it, is from the whole."""
@@ -318,17 +318,6 @@ class Measurement:
     def _run(self, parts: Parts, factor: float = 1.0) -> Gradients:
         return take_gradients(self.accumulate(parts, factor))
 
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Record what a run writes into; outside the model it is put back after each run, as none may follow."""
-        batch = tensors_of(self.layout.batch)
-        try:
-            with nullcontext() if self.writes is False else self.start.watch(WrittenMemory(), batch):
-                yield
-            self.writes = bool(self.start.memory)
-        finally:
-            self._restore_outside()  # the model stays: a diagnosis looks at it
-
     def _counts_any(self, part: Layout) -> bool:
         return any(weight > 0 for weight in self.workload.weights_of(part.batch, part.count).values())
 
@@ -336,7 +325,10 @@ class Measurement:
         """Return the user's step, with the same state at its start and the random numbers of its samples."""
 
         def run(model: Any, batch: Any) -> Any:
-            self._renew()
+            if self.renews == "all":
+                self.start.restore()
+            if self.renews:
+                self._restore_outside()
             rows = next(parts)
             self.running = len(rows)
             if self.random is not None:
@@ -351,19 +343,6 @@ class Measurement:
     def _restore_outside(self) -> None:
         self.start.restore_outside()
         self.outside.restore()
-
-    def _renew(self) -> None:
-        if self.renews == "outside":
-            self._restore_outside()
-        elif self.renews == "all":
-            moved = ModuleState(self.moves)
-            tensors = [tensor for module in self.moves for tensor in moved.tensors_of(module)]
-            values = [tensor.detach().clone() for tensor in tensors]
-            self.start.restore()
-            self._restore_outside()
-            moved.restore()
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.data.copy_(value)
 
     def _note_count(self, returned: Any, rows: Sequence[int]) -> None:
         """Note what one part counts for: what the step states, or ``weigh`` gives, or samples; 1 for a ``Part``."""

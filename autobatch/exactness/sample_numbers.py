@@ -34,15 +34,12 @@ class SampleNumbers:
     Attributes:
         samples: Number of samples of the whole batch; 0 before it has run.
         ordered: Order into which drawn rows are sorted, to see whether shuffling explains a difference; ``""``: none.
-        samples_last: Whether several rows a sample have the order (rows, samples) instead of (samples, rows).
-        flattened: Whether any draw has several rows a sample.
     """
 
     def __init__(self) -> None:
         """Begin with nothing drawn."""
         self.samples = 0
         self.ordered: Order = ""
-        self.samples_last = self.flattened = False
         self._whole: dict[_Site, list[Shape]] = {}
         self._kinds: dict[_Site, _Kind] = {}
         self._rows: Sequence[int] = ()
@@ -84,7 +81,7 @@ class SampleNumbers:
         return learned
 
     def draw(self, shape: Sequence[int], make: Make) -> torch.Tensor:
-        """Make a draw of torch's, of this shape; ``make`` draws any shape from a seed."""
+        """Make a draw of this shape; ``make`` draws any shape from a seed."""
         site, call = self._identify()
         shape = tuple(int(size) for size in shape)
         if self._is_whole() and call == len(self._whole.setdefault(site, [])):
@@ -149,21 +146,13 @@ class SampleNumbers:
         """Take this part's rows of the whole's draw; ``None`` if the shapes do not show them."""
         if not shapes or len(shapes[0]) != len(shape):
             return None
-        numbers: torch.Tensor | None = _unsorted(make(shapes[0]))
-        for dim, (size, full) in enumerate(zip(shape, shapes[0], strict=True)):
-            if numbers is not None and size != full:
-                numbers = self._take(numbers, dim, size, full)
-        return numbers
-
-    def _take(self, numbers: torch.Tensor, dim: int, size: int, full: int) -> torch.Tensor | None:
-        each, rest = divmod(full, self.samples)
-        if rest or size != each * len(self._rows):
+        differ = [dim for dim, sizes in enumerate(zip(shape, shapes[0], strict=True)) if sizes[0] != sizes[1]]
+        if any((shape[dim], shapes[0][dim]) != (len(self._rows), self.samples) for dim in differ):
             return None
-        self.flattened = self.flattened or each > 1
-        rows = torch.tensor(self._rows, device=numbers.device)
-        is_last = self.samples_last and each > 1
-        by_sample: torch.Tensor = numbers.unflatten(dim, (each, -1) if is_last else (-1, each))
-        return by_sample.index_select(dim + is_last, rows).flatten(dim, dim + 1)
+        numbers = _unsorted(make(shapes[0]))
+        for dim in differ:
+            numbers = numbers.index_select(dim, torch.tensor(self._rows, device=numbers.device))
+        return numbers
 
     def _find_kind(self, site: _Site, calls: int, kind: _Kind) -> _Kind:
         """Find the kind of a draw that a part has made so often, where ``kind`` was assumed."""

@@ -1,8 +1,8 @@
 """Compares one optimizer step after a whole batch with one after its parts, both on the same gradient.
 
 DP-SGD reads the gradients of single samples, K-FAC reads statistics that hooks gather in each pass. If the batch is
-split they read something else, though ``.grad`` is exact. So ``.grad`` gets the same numbers in both runs, and only
-what the optimizer reads beside it can make the parameters differ. Optimizers of torch read ``.grad`` alone.
+split they read something else, though ``.grad`` is exact. So ``.grad`` gets the first run's numbers in all runs, and
+only what the optimizer reads beside it can make the parameters differ. Optimizers of torch read ``.grad`` alone.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ _log = logging.getLogger("autobatch")
 
 _TOLERANCE = 1e-3
 """Relative to the update of a parameter. An optimizer that reads ``.grad`` alone makes the same update bit for bit."""
-
-_ROUNDINGS = 8
-"""A parameter that differs by this many roundings of its own values does not differ."""
 
 _REPEATS = 3.0
 """The parts are blamed if they differ this many times more than the whole does when it runs again."""
@@ -72,22 +69,21 @@ def check_update(verdict: Verdict, workload: Workload, layout: Layout, device: D
         sizes = verdict.partitions[0]
     run = _Run(workload, layout.spread(verdict.samples), device, state)
     try:
-        error, reads_samples = run.compare(ranges_of(sizes))
+        error = run.compare(ranges_of(sizes))
     except Exception as raised:  # noqa: BLE001 - trials have stepped it: the comparison fails, not the user's step
         reason = describe_error(raised, handled=handled)
         if not is_oom(raised, handled=handled) and not isinstance(raised, DoesNotFit):
             _log.info("the optimizer's update was not compared: %s", reason)
-        error, reads_samples = 0.0, False
-    state.reset_optimizer()  # only now, after the ``except`` block, are the failed run's frames gone
-    state.rewind()
-    device.reclaim()
+        error = 0.0
+    run.rewind()  # only now, after the ``except`` block, are the failed run's frames gone
     if error <= _TOLERANCE:
         return verdict
-    what = "grad_sample, the gradients of single samples" if reads_samples else "such as what hooks gather in each pass"
+    reads = "grad_sample, the gradients of single samples"
+    what = reads if run.reads_samples else "such as what hooks gather in each pass"
     cause = (
         f"the update differs though the gradient does not: the optimizer ({name_optimizer(workload.optimizer)}) reads "
         f"more than .grad ({what}), which is another for each micro-batch: use an optimizer that reads .grad alone, or "
-        f"a target_batch that fits at once{_DIVIDES_ITSELF if reads_samples else ''}"
+        f"a target_batch that fits at once{_DIVIDES_ITSELF if run.reads_samples else ''}"
     )
     found = {"exact": False, "relative_error": error, "causes": (cause,), "partitions": (sizes,)}
     return verdict.model_copy(update=found)
@@ -101,31 +97,32 @@ class _Run:
     layout: Layout
     device: Device
     state: TrainingState
+    reads_samples: bool = False
     _random: SampleNumbers = field(default_factory=SampleNumbers)
-    _scales: list[float] = field(default_factory=list)
+    _gradients: list[torch.Tensor | None] = field(default_factory=list)
     _before: list[torch.Tensor] = field(default_factory=list)
-    _reads_samples: bool = False
 
-    def compare(self, parts: Parts) -> tuple[float, bool]:
-        """Return the error of the worst parameter's update, and whether there were gradients of single samples."""
+    def rewind(self) -> None:
+        self.state.reset_optimizer()
+        self.state.rewind()
+        self.device.reclaim()
+
+    def compare(self, parts: Parts) -> float:
+        """Return the error of the worst parameter's update; 0 if the update is another each time."""
         whole = ranges_of((self.layout.count,))
         once, divided = self._values_after(whole), self._values_after(parts)
-        if self._random.take_learned():  # random numbers are used otherwise than the whole did
-            once, divided = self._values_after(whole), self._values_after(parts)
         error = max(map(_error_of, divided, once, self._before), default=0.0)
         if error > _TOLERANCE:
             again = self._values_after(whole)
             if _distance(divided, once) <= _REPEATS * _distance(again, once):
                 _log.info("the optimizer's update was not compared: it is another each time")
-                return 0.0, False
-        return error, self._reads_samples
+                return 0.0
+        return error
 
     @torch.enable_grad()
     def _values_after(self, parts: Parts) -> list[torch.Tensor]:
         """Return values of each parameter after one step on the samples in these parts."""
-        self.state.reset_optimizer()
-        self.state.rewind()
-        self.device.reclaim()
+        self.rewind()
         workload, parameters = self.workload, self.workload.parameters()
         # Inside it the optimizer too draws the same numbers, whatever the passes drew.
         with deterministic(workload.model, parameters, random=self._random):
@@ -133,8 +130,12 @@ class _Run:
             comparison = SplitComparison(workload, self.layout, self.device, self.layout.count)
             comparison.measure(widened(self.layout), self._random).accumulate(parts)
             parameters = workload.parameters()  # a forward pass may have made some
-            self._reads_samples |= any(getattr(one, "grad_sample", None) is not None for one in parameters)
-            self._make_gradients_equal(parameters)
+            self.reads_samples |= any(getattr(one, "grad_sample", None) is not None for one in parameters)
+            if not self._gradients:
+                self._gradients = [None if one.grad is None else one.grad.to("cpu", copy=True) for one in parameters]
+            # Gradients of whole and parts differ by rounding, which Adam makes large if a gradient is nearly 0.
+            for parameter, gradient in zip(parameters, self._gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
             for group in workload.optimizer.param_groups:  # type: ignore[union-attr]
                 if isinstance(group.get("lr"), float | int | torch.Tensor) and not group["lr"]:
                     group["lr"] = group["lr"] + _RATE
@@ -143,31 +144,6 @@ class _Run:
             for parameter in parameters:  # before the block ends: there its dtype may be another than the parameter's
                 parameter.grad = None
         return values
-
-    @torch.no_grad()
-    def _make_gradients_equal(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Write the same numbers into ``.grad`` in every run: as large as the first run's, made of the parameter.
-
-        The gradients of whole and parts differ by rounding, which Adam makes large if a gradient is nearly 0.
-        """
-        gradients = [parameter.grad for parameter in parameters]
-        if not self._scales:
-            self._scales = [0.0 if gradient is None else _root_mean_square(gradient) for gradient in gradients]
-        for parameter, gradient, scale in zip(parameters, gradients, self._scales, strict=True):
-            if gradient is None:
-                continue
-            if gradient.layout is torch.strided:
-                gradient.copy_(parameter).mul_(scale).add_(scale)
-            else:
-                indices = gradient.coalesce().indices()
-                rows = parameter[tuple(indices)] * scale + scale
-                parameter.grad = torch.sparse_coo_tensor(indices, rows, gradient.shape).coalesce()
-
-
-def _root_mean_square(gradient: torch.Tensor) -> float:
-    values = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
-    norm = float(torch.linalg.vector_norm(values)) / math.sqrt(max(1, values.numel()))
-    return norm if math.isfinite(norm) else 1.0
 
 
 @torch.no_grad()
@@ -181,11 +157,9 @@ def _values_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _error_of(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> float:
-    """Return the error of a parameter's update, relative to its length; 0 if that is rounding."""
-    apart = (found - expected).abs()
-    rounding = torch.maximum(before.abs(), expected.abs()) * torch.finfo(torch.float32).eps
-    apart[apart <= _ROUNDINGS * rounding] = 0.0
-    error = relate(float(apart.norm()), max(float((expected - before).norm()), float((found - before).norm())))
+    """Return the error of a parameter's update, relative to its length."""
+    apart = float((found - expected).norm())
+    error = relate(apart, max(float((expected - before).norm()), float((found - before).norm())))
     return error if math.isfinite(error) else 0.0
 
 
