@@ -197,7 +197,7 @@ def _tensors_held(node: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
 
 
 def _decide(entries: Sequence[Any], count: int) -> ListReading:
-    """Return how a list of alike entries is read beside so many samples."""
+    """Return how a list of entries of one kind is read beside so many samples."""
     if len(entries) != count:
         return "fields"
     rows = {*_rows_beneath(entries)}
@@ -210,7 +210,7 @@ def _decide(entries: Sequence[Any], count: int) -> ListReading:
 
 
 def _judge(leaf: Leaf) -> ListReading | None:
-    """Return how a list of alike entries is read by them alone; ``None`` where it holds no tensor."""
+    """Return how a list of entries of one kind is read by them alone; ``None`` where it holds no tensor."""
     entries = [entry for entry in leaf.value if entry is not None]
     rows, is_root, is_tuple = {*_rows_beneath(entries)}, leaf.path == ROOT, isinstance(leaf.value, tuple)
     if not rows:

@@ -78,8 +78,8 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
         max_piece: Most samples in a piece.
         cut: ``autobatch.by_length`` of one int a sample, of ``length_of(sample)``, or for one batch or a loader of
             ``length_of(batch)``, which returns one int a sample. Pieces then have samples of like length, the longest
-            first, and as many as their length allows. The order of results stays. Of single samples a window is sorted
-            at a time: 256, or as many as 16 pieces have. ``fn`` or ``collate`` trims padding.
+            first, and as many as their length allows. The order of results stays. Single samples are sorted a window at
+            a time: 256, or as many as 16 pieces have. ``fn`` or ``collate`` trims padding.
         collate: Makes a batch of a list of samples. Default: torch's ``default_collate``.
         to: Device of the results' tensors, such as ``"cpu"``. Default: they stay where ``fn`` left them.
         on_result: ``on_result(indices, result)`` is called with the result of each piece, in the order in which they
