@@ -1,10 +1,10 @@
 """Cuts the batches of a step into micro-batches.
 
-1. A division makes groups, the samples that may run together: each batch is one (``cut_apart``), or neighbours are
-   joined (``cut_joined``), or the user's function says it (``cut_as_given``), or samples are sorted by length
+1. A division makes groups of samples that may run together. Each batch is a group (``cut_apart``), or neighbours are
+   joined (``cut_joined``), or the user's function makes groups (``cut_as_given``), or samples are sorted by length
    (``lengths.PlannedLengths``).
 2. ``divide`` makes each group as few micro-batches as can be, of at most the present size.
-3. A micro-batch is some rows of a batch. Its samples are taken when its turn comes (``MicroBatch.take``).
+3. The samples of a micro-batch are taken when its turn comes (``layout.MicroBatch``).
 """
 
 from __future__ import annotations
@@ -130,12 +130,12 @@ def cut_joined(layouts: Sequence[Layout], _: int = 0) -> list[Group]:
     Batches are joined only where the batch of all their samples is known:
 
     - They have the same containers with the same keys, and each list is read in the same way.
-    - Tensors have the same dtype, device and shape after the first dimension: text that each batch pads to its own
-      longest sample is joined only where these happen to agree; a larger batch would be padded to that length too.
+    - Tensors have the same dtype, device and shape after the first dimension. So texts padded to the longest sample of
+      each batch are joined only if these lengths agree.
     - What all samples share is None, a text or a truth value, and the same. Numbers and scalar tensors may count the
       samples of their own batch.
-    - Nothing else is in them: registered types have no function that joins two, subclasses of tensors and arrays may
-      hold more than their values, and so may objects in their attributes.
+    - Nothing else is in them. Registered types have no function that joins two, and subclasses of tensors and arrays
+      may hold more than their values.
     """
     runs: list[list[Layout]] = []
     for layout in layouts:

@@ -55,13 +55,10 @@ _CONVOLVED = (("length", (1000,)), ("height and width", (224, 224)), ("depth, he
 
 
 class Example(NamedTuple):
-    """A batch, and warnings about its origin.
+    """The samples of the trials, and warnings about their origin.
 
-    Attributes:
-        layout: The samples of the trials.
-        warnings: Facts that the user should know.
-        with_smallest: The same after the smallest sample of the dataset, which may have nothing to count; ``None``
-            for a given batch, and for samples of one size.
+    ``with_smallest`` has the smallest sample of a dataset before them: it may have nothing to count. It is ``None`` for
+    a given batch, and for samples of one size.
     """
 
     layout: Layout
@@ -84,10 +81,8 @@ def find_example(
             f"an example as batch=, such as next(iter(loader)) or the loader itself"
         )
     if batch is None:
-        was_inferred = (
-            "no batch= was given: sizes were tried with an input inferred from the model; real samples may be"
-        )
-        return Example(describe(infer_example(model)), (f"{was_inferred} larger",))
+        why = "no batch= was given: sizes were tried with an input inferred from the model; real samples may be larger"
+        return Example(describe(infer_example(model)), (why,))
     if not is_source(batch):
         return Example(describe(batch))
     layout, note, has_smallest = choose_samples(batch, min(most, _MOST_SAMPLES), lengths)

@@ -53,7 +53,7 @@ class Layout:
     Attributes:
         batch: The batch.
         count: Number of samples.
-        lists: The reading of each list, by path; later batches of the same kind are read alike.
+        lists: The reading of each list, by path; later batches are read in the same way.
     """
 
     def __init__(self, batch: Any, count: int, lists: Mapping[str, ListReading]) -> None:
@@ -65,15 +65,15 @@ class Layout:
         """The leaves, in order."""
         return self._taken_apart[0]
 
-    @property
-    def containers(self) -> Any:
-        """The containers around the leaves, each with those in it; ``None`` where the batch is a leaf."""
-        return self._taken_apart[1]
-
     @cached_property
     def _taken_apart(self) -> tuple[list[Leaf], Any]:
         leaves: list[Leaf] = []
         return leaves, _take_apart(self.batch, ROOT, self.lists, leaves)
+
+    @property
+    def containers(self) -> Any:
+        """The containers around the leaves, each with those in it; ``None`` where the batch is a leaf."""
+        return self._taken_apart[1]
 
     def tensors(self) -> list[torch.Tensor]:
         """List every tensor of the batch, in order."""
@@ -86,7 +86,7 @@ class Layout:
         Raises:
             InvalidArgument: A list can be read both as samples and as fields.
         """
-        if trim is None and rows == range(self.count):
+        if trim is None and rows == range(self.count):  # also of lists that may be either
             return [leaf.value for leaf in self.leaves]
         return [leaf.value if leaf.kind == "shared" else _select(leaf, rows, trim) for leaf in self.leaves]
 
@@ -173,10 +173,9 @@ class MicroBatch(NamedTuple):
         first, moved = self.batches[0], []
         for leaf, part in zip(first.leaves, self._select(), strict=True):
             if isinstance(leaf.value, torch.Tensor):
-                wants = leaf.value.requires_grad
-                own = part.detach() if wants or part is leaf.value else part
+                own = part.detach()
                 own = own if own.device == home else move(own)
-                moved.append(own.requires_grad_() if wants else own)
+                moved.append(own.requires_grad_(leaf.value.requires_grad))
             elif leaf.kind == "shared":
                 moved.append(part)
             else:
@@ -203,13 +202,12 @@ def _move(part: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def describe(batch: Any, lists: Mapping[str, ListReading] | None = None, samples: int | None = None) -> Layout:
-    """Find how this batch divides into samples, by the rules at the top of ``rules``.
+    """Find how a batch divides into samples, by the rules at the top of ``rules``.
 
     Args:
         batch: The batch.
-        lists: The readings of lists in an earlier batch of the same kind: this one's are read alike, also where it
-            alone could be read otherwise.
-        samples: Number of samples that the batch was made of, if that is known.
+        lists: The readings of lists in an earlier batch; lists of this batch are read in the same way.
+        samples: Number of samples from which the batch was made, if known.
 
     Raises:
         InvalidArgument: It has no number of samples, or cannot be divided.

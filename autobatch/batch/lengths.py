@@ -168,9 +168,9 @@ def check_trimmed(lengths: Lengths, part: MicroBatch, values: Sequence[int], sam
     for before, after in zip(values, lengths.read(samples, part.size), strict=True):
         if max(before, 1) != max(after, 1) and part.trim is not None:
             raise InvalidArgument(
-                f"length_of() gives {after} for a sample whose length was {before} before its padding was trimmed on "
-                f"the {part.trim.padding.side}: count what is no padding, or pass autobatch.by_length(length_of, "
-                f"padding='left') where padding comes first"
+                f"length_of() gives {after} for a sample, and gave {before} before its padding was trimmed on the "
+                f"{part.trim.padding.side}: leave padding out of the count, or pass autobatch.by_length(length_of, "
+                f"padding='left') if padding comes first"
             )
 
 

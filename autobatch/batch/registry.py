@@ -1,4 +1,4 @@
-"""What users say about batches that autobatch cannot read: types of their own, and lists with two meanings.
+"""Lets users define how batches are read that autobatch cannot read: own types, and lists with two meanings.
 
 The registry is one for the process, as pytree's and einops' are.
 """

@@ -117,7 +117,8 @@ def count_samples(leaves: Sequence[Leaf], batch: Any) -> int:
         if is_unknown and any(count_rows(tensor) == count for tensor in _tensors_held(value)):
             raise InvalidArgument(
                 f"{path} is {name_type(value)}, no container that autobatch knows, and a tensor in it has {count} "
-                f"rows, as the batch has samples: {_advise_to_register(value)}"
+                f"rows, as the batch has samples: pass a dict of what it holds, or call "
+                f"autobatch.batches.register({type(value).__name__}, count=..., take=...) once"
             )
     return count
 
@@ -171,12 +172,10 @@ def _explain_nothing(batch: Any) -> str:
         return f"{nothing}; {name_type(opaque)} can be read only once: pass one batch of it, such as next(iterator)"
     if isinstance(opaque, (*_UNORDERED, deque)):
         return f"{nothing}; {name_type(opaque)} is not read as samples: pass a list"
-    return f"{nothing}; {name_type(opaque)} is no container that autobatch knows: {_advise_to_register(opaque)}"
-
-
-def _advise_to_register(value: Any) -> str:
-    name = type(value).__name__
-    return f"pass a dict of what it holds, or call autobatch.batches.register({name}, count=..., take=...) once"
+    return (
+        f"{nothing}; {name_type(opaque)} is no container that autobatch knows: pass a dict of what it holds, or call "
+        f"autobatch.batches.register({type(opaque).__name__}, count=..., take=...) once"
+    )
 
 
 def _is_opaque(leaf: Any) -> bool:
@@ -197,7 +196,7 @@ def _tensors_held(node: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
 
 
 def _decide(entries: Sequence[Any], count: int) -> ListReading:
-    """Return how a list of alike entries is read beside so many samples."""
+    """Return how a list of entries of one kind is read beside so many samples."""
     if len(entries) != count:
         return "fields"
     rows = {*_rows_beneath(entries)}
@@ -210,7 +209,7 @@ def _decide(entries: Sequence[Any], count: int) -> ListReading:
 
 
 def _judge(leaf: Leaf) -> ListReading | None:
-    """Return how a list of alike entries is read by them alone; ``None`` where it holds no tensor."""
+    """Return how a list of entries of one kind is read by them alone; ``None`` where it holds no tensor."""
     entries = [entry for entry in leaf.value if entry is not None]
     rows, is_root, is_tuple = {*_rows_beneath(entries)}, leaf.path == ROOT, isinstance(leaf.value, tuple)
     if not rows:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from autobatch._arguments import check_count, check_switch
 from autobatch._formatting import format_bytes
+from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import describe
 from autobatch.batch.lengths import ByLength
 from autobatch.batch.tree import count_bytes
@@ -78,8 +79,8 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
         max_piece: Most samples in a piece.
         cut: ``autobatch.by_length`` of one int a sample, of ``length_of(sample)``, or for one batch or a loader of
             ``length_of(batch)``, which returns one int a sample. Pieces then have samples of like length, the longest
-            first, and as many as their length allows. The order of results stays. Of single samples a window is sorted
-            at a time: 256, or as many as 16 pieces have. ``fn`` or ``collate`` trims padding.
+            first, and as many as their length allows. The order of results stays. Single samples are sorted a window at
+            a time: 256, or as many as 16 pieces have. ``fn`` or ``collate`` trims padding.
         collate: Makes a batch of a list of samples. Default: torch's ``default_collate``.
         to: Device of the results' tensors, such as ``"cpu"``. Default: they stay where ``fn`` left them.
         on_result: ``on_result(indices, result)`` is called with the result of each piece, in the order in which they
@@ -137,19 +138,55 @@ def _open(samples: Any, collate: Collate, lengths: Lengths | None) -> Iterator[W
         first, lists = first + layout.count, layout.lists
 
 
+def _run(runner: PieceRunner, several: Iterable[Waiting]) -> Iterator[Done]:
+    for waiting in several:
+        while (done := runner.run_next(waiting)) is not None:
+            yield done
+            del done  # not held while the next piece runs, here and below
+
+
+@contextmanager
+def _reported(runner: PieceRunner, left: Callable[[], tuple[list[int], Any]]) -> Iterator[None]:
+    """Report what was done; put on an error the samples and results that were not handed over."""
+    ends_python = sys.is_finalizing  # an iterator left unfinished is closed last of all, when modules are empty
+    try:
+        yield
+    except Exception as error:
+        done, results = left()
+        set_attributes(error, done=done, results=results, sample_index=getattr(error, "sample_index", None))
+        raise
+    finally:
+        if not ends_python():
+            runner.report()
+
+
 def _join(runner: PieceRunner, waiting: Waiting, samples: int) -> Any:
     """Return the results of one batch as one."""
     joined = Joined(samples)
-    try:
-        while (done := runner.run_next(waiting)) is not None:
+    with _reported(runner, lambda: (joined.done, joined.partial())):
+        for done in _run(runner, [waiting]):
             _store(runner, joined, done)
-            del done  # not held while the next piece runs
+            del done
         return joined.result()
-    except Exception as error:
-        _attach(error, joined.done, joined.partial())
-        raise
-    finally:
-        runner.report()
+
+
+def _yield_rows(runner: PieceRunner, several: Iterable[Waiting]) -> Iterator[Any]:
+    """Yield the result of each sample, as soon as all before it are there."""
+    following, early = 0, dict[int, Any]()
+    with _reported(runner, lambda: ([*early], [*early.values()])):
+        for done in _run(runner, several):
+            early.update(zip(done.indices, rows_of(done.result, len(done.indices)), strict=True))
+            del done
+            while following in early:
+                yield early.pop(following)
+                following += 1
+
+
+def _hand_over(runner: PieceRunner, several: Iterable[Waiting], on_result: OnResult) -> None:
+    with _reported(runner, lambda: ([], [])):
+        for done in _run(runner, several):
+            on_result(done.indices, done.result)
+            del done
 
 
 def _store(runner: PieceRunner, joined: Joined, done: Done) -> None:
@@ -173,44 +210,6 @@ def _store(runner: PieceRunner, joined: Joined, done: Done) -> None:
                 f"{format_bytes(runner.allowance.budget_bytes)}; {reason}: pass on_result=, or a larger budget="
                 f"{advice}"
             )
-
-
-def _yield_rows(runner: PieceRunner, several: Iterator[Waiting]) -> Iterator[Any]:
-    """Yield the result of each sample, as soon as all before it are there."""
-    following, early = 0, dict[int, Any]()
-    ends_python = sys.is_finalizing  # an iterator left unfinished is closed last of all, when modules are empty
-    try:
-        for waiting in several:
-            while (done := runner.run_next(waiting)) is not None:
-                early.update(zip(done.indices, rows_of(done.result, len(done.indices)), strict=True))
-                del done
-                while following in early:
-                    yield early.pop(following)
-                    following += 1
-    except Exception as error:
-        _attach(error, [*early], [*early.values()])
-        raise
-    finally:
-        if not ends_python():
-            runner.report()
-
-
-def _hand_over(runner: PieceRunner, several: Iterable[Waiting], on_result: OnResult) -> None:
-    try:
-        for waiting in several:
-            while (done := runner.run_next(waiting)) is not None:
-                on_result(done.indices, done.result)
-                del done
-    except Exception as error:
-        _attach(error, [], [])
-        raise
-    finally:
-        runner.report()
-
-
-def _attach(error: Exception, done: list[int], results: Any) -> None:
-    """Give the caller what an error would otherwise lose."""
-    set_attributes(error, done=done, results=results, sample_index=getattr(error, "sample_index", None))
 
 
 class _Progress:

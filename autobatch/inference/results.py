@@ -64,7 +64,7 @@ class Joined:
     """The results of all samples of a batch in one: what ``fn`` would have returned for the whole batch.
 
     The first piece takes memory for all, so that no concatenation needs it twice and later pieces are sized by what is
-    left. A single piece of all samples is its own result.
+    left. If one piece has all samples, its result is returned.
 
     Attributes:
         samples: Number of samples of the batch.
@@ -105,7 +105,7 @@ class Joined:
         self.done.extend(indices)
 
     def result(self) -> Any:
-        """Return the results of all samples, in their order; ``None`` where there is no piece yet."""
+        """Return the results of all samples, in their order; ``None`` before the first piece."""
         return None if self._columns is None else _fill(self._containers, iter(self._columns.values()))
 
     def partial(self) -> Any:

@@ -190,6 +190,18 @@ def test_samples_of_one_batch_are_not_copied():
     assert make_part(joined, 5, 7).samples().data_ptr() == batches[1][1:].data_ptr()
 
 
+@pytest.mark.parametrize("make", [rows, lambda n, first=0: rows(n, first).requires_grad_()])
+def test_a_whole_batch_is_a_tensor_of_the_step_s_own(make):
+    """A micro-batch that is one of the user's batches, joined or not, does not hold the user's tensor."""
+    batches = [make(2), make(2, 2)]
+    layouts = describe_all(batches)
+    for group, start, index in ((cut_joined(layouts)[0], 2, 1), (cut_apart(layouts)[0], 0, 0)):
+        taken = make_part(group, start, start + 2).take(lambda tensor: tensor, torch.device("cpu"))
+        assert taken is not batches[index]
+        assert taken.data_ptr() == batches[index].data_ptr()
+        assert taken.is_leaf
+
+
 def test_a_leaf_that_requires_a_gradient_is_joined_to_one():
     """As every micro-batch's tensor: without a graph to the given ones."""
     [joined] = join(describe_all([rows(2).requires_grad_(), rows(2).requires_grad_()]))

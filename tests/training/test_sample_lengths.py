@@ -334,7 +334,7 @@ def test_a_longer_sample_than_was_tried_is_refused():
         runner.step(make_texts([25, 3]))
 
 
-CHANGED = r"length_of\(\) gives \d+ for a sample whose length was \d+ before its padding was trimmed on the {}"
+CHANGED = r"length_of\(\) gives \d+ for a sample, and gave \d+ before its padding was trimmed on the {}"
 
 
 def make_padded_in_part(*, left_rows=(), seed=1):
