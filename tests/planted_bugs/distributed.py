@@ -32,7 +32,7 @@ def a_rank_without_a_gradient_adds_something(real, self):
 
 
 @bug(
-    "autobatch.distributed.value_digest.digest_values",
+    "autobatch.distributed.ranks.digest_values",
     f"{FAILURES_ON_RANKS}::test_what_would_be_wrong_is_refused_on_every_rank",
 )
 def earlier_gradients_may_differ(real, tensors):
@@ -57,7 +57,7 @@ def buffers_stay_apart(real, self, group, channel):
     """Each rank keeps running statistics of its own under DistributedDataParallel."""
 
 
-@bug("autobatch.distributed.sharded_step._sum_squares", f"{SHARDED_RUNNER}::test_one_rank_is_a_group_too")
+@bug("autobatch.distributed.sharded.step._sum_squares", f"{SHARDED_RUNNER}::test_one_rank_is_a_group_too")
 def shards_are_clipped_by_another_norm(real, gradients):
     """Sharded gradients are clipped by a norm that is too large."""
     return 4 * real(gradients)
