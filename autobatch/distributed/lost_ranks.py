@@ -22,19 +22,12 @@ _SECONDS = 2.0
 
 
 class Process(NamedTuple):
-    """A process, as another one on the same machine finds it.
-
-    Attributes:
-        host: Name of the machine.
-        namespace: Namespace of the process number; empty if unknown.
-        pid: Process number.
-        started: Start time in ticks of the kernel's clock: the kernel may use the number again later.
-    """
+    """A process, as another one on the same machine finds it."""
 
     host: str
-    namespace: str
+    namespace: str  # of the process number; empty if unknown
     pid: int
-    started: int
+    started: int  # in ticks of the kernel's clock: the kernel may use the number again later
 
 
 class LostRanks:

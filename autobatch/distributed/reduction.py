@@ -20,12 +20,7 @@ _BUCKET_BYTES = 25 * 1024**2  # the default of DistributedDataParallel (bucket_c
 
 
 class GradientSlot:
-    """A parameter's gradient in the sum, as numbers in their order in memory, which is the same on each rank.
-
-    Attributes:
-        dtype: Type in which it is summed.
-        count: Number of numbers.
-    """
+    """A parameter's gradient in the sum, as numbers in their order in memory, which is the same on each rank."""
 
     def __init__(self, parameter: torch.Tensor, sums: MutableMapping[torch.Tensor, torch.Tensor]) -> None:
         """Read nothing yet.
@@ -65,15 +60,9 @@ class GradientSlot:
 
 
 class LossSlot:
-    """The loss of a rank in the sum, which becomes the loss of all ranks.
+    """The loss of a rank in the sum, which becomes the loss of all ranks."""
 
-    Attributes:
-        dtype: Type in which it is summed.
-        count: Number of numbers: 1.
-        result: Sum over the ranks.
-    """
-
-    count = 1
+    count = 1  # of its numbers
 
     def __init__(self, loss: torch.Tensor | None, result: torch.Tensor) -> None:
         """``loss`` is ``None`` if this rank ran nothing; ``result`` takes the sum, one number."""

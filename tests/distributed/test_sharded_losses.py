@@ -134,7 +134,9 @@ def whole_gradients(make_model, step, batch):
     returned = step(model, batch)
     returned = returned[0] if isinstance(returned, tuple) else returned
     terms = returned.values() if isinstance(returned, dict) else [returned]
-    losses = [getattr(term, "loss", term) / getattr(term, "count", 1) for term in terms]
+    losses = [
+        term.loss / term.count if isinstance(term, autobatch.Sum) else getattr(term, "loss", term) for term in terms
+    ]
     sum(losses[1:], start=losses[0]).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 

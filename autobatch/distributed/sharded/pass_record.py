@@ -18,25 +18,15 @@ _REPEATS = 3  # equal passes that are needed after one that differed; each diffe
 
 
 class Collective(NamedTuple):
-    """One gather or scatter.
+    """One gather or scatter."""
 
-    Attributes:
-        kind: ``"gather"`` or ``"scatter"``.
-        place: Index in the model's ``param_groups``, the same on each rank.
-        outputs: Number of numbers in the result.
-        inputs: Number of numbers sent.
-        dtype: Type of both.
-        device: Device of both.
-        call: Runs it with an output and an input.
-    """
-
-    kind: str
-    place: int
-    outputs: int
-    inputs: int
+    kind: str  # "gather" or "scatter"
+    place: int  # in the model's param_groups
+    outputs: int  # numbers in the result
+    inputs: int  # numbers sent
     dtype: torch.dtype
     device: torch.device
-    call: Callable[[torch.Tensor, torch.Tensor], Any]
+    call: Callable[[torch.Tensor, torch.Tensor], Any]  # with the output and the input
 
     def describe(self) -> list[Any]:
         """Return what is the same on each rank."""
