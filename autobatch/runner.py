@@ -211,11 +211,11 @@ class Runner(StepRunner):
             The loss, the committed sizes and the numbers of this step. Gradients are ``None`` afterwards.
 
         Raises:
-            DoesNotFit: Memory ended at one sample, or at the fewest that the model can run; everything is as before. Or
+            DoesNotFit: Memory ran out at one sample, or at the fewest that the model can run; the step was undone. Or
                 the batch cannot be cut into micro-batches of at most the plan's ``max_micro_batch`` that the model can
                 run; nothing was run.
             InvalidArgument: Its samples cannot be counted; nothing was run.
-            CannotRetry: Memory ended inside the optimizer's step; parameters may have moved.
+            CannotRetry: Memory ran out inside the optimizer's step; parameters may have moved.
         """
         if self._update is None:
             raise InvalidArgument(_NO_OPTIMIZER)
@@ -256,7 +256,7 @@ class Runner(StepRunner):
             As ``step``.
 
         Raises:
-            DoesNotFit: Memory ended at one sample; everything is as before.
+            DoesNotFit: Memory ran out at one sample; the step was undone.
             InvalidArgument: accelerate is accumulating: its optimizer's ``step()`` would do nothing now, and gradients
                 of several batches would add up that nothing divides.
         """
@@ -282,13 +282,13 @@ class Runner(StepRunner):
         ).model_dump(mode="json")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where ``state_dict`` was, between two steps.
+        """Continue from a saved state, between two steps.
 
         Args:
             state: From a Runner of the same plan, as by ``Plan.load``; also after ``json`` or ``torch.save``.
 
         Raises:
-            InvalidArgument: It is no such state, or another plan's; nothing has changed.
+            InvalidArgument: It is not such a state, or it is another plan's; nothing has changed.
         """
         found = read_state(state, self.plan)
         pace = found.resume(self._memory.make_pace(found.smallest_micro_batch))
@@ -303,7 +303,7 @@ class Runner(StepRunner):
         self._memory.change(pace, self.steps)
 
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
-        """Refuse to be copied or pickled: a copy would go on with parts of this one.
+        """Refuse to be copied or pickled: a copy would share parts with this one.
 
         Raises:
             InvalidArgument: Always.

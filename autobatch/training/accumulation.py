@@ -64,16 +64,16 @@ class Accumulation:
         smallest: Fewest samples that the model can run; no batch is cut into smaller micro-batches.
         leaves_are_known: Whether a graph was searched for parameters outside model and optimizer already.
         stand_ins: Returns extra tensors that count as parameters: the gathered ones of ``fully_shard``.
-        stands_for: Number of micro-batches of the step of which a trial runs the first two: sparse gradients get the
-            rows that all of them may have. 0: all are run.
+        stands_for: Number of micro-batches of the step that a trial imitates; sparse gradients get the rows that all of
+            them may have. A trial runs only the first two. 0: all are run.
         keep: Objects of the user that the step changes; see ``undo.user_objects``.
         owns_batches: Whether the batches are copies that the user does not see.
         division: How batches become groups of samples that may run together.
         max_micro_batch: The most samples of a micro-batch that the user allows; ``None``: no limit.
         backward: Called with each micro-batch's loss, scaled, in place of ``loss.backward()``.
         is_training: Whether these are a Runner's steps, between which the user may change anything.
-        counted_per_sample: What the last step's losses were divided by, for each sample, if it stated its count; else
-            0. The next step's unit is chosen by it, and with it how a narrow loss rounds.
+        counted_per_sample: Divisor of the last step's losses, for each sample; 0 if the step stated no count. The next
+            step's unit is chosen by it, and with it how a narrow loss rounds.
         written: Memory that steps are known to write into; what is learnt is added.
         records: Whether writes are recorded: not of compiled models, which would run eagerly meanwhile.
         watched: Number of coming steps that are watched.
@@ -329,7 +329,7 @@ class Accumulation:
         self.counted_per_sample = progress.counted_per_sample if progress.counted else 0.0
 
     def refuse_lost(self, undo: Undo, reason: str) -> None:
-        """Refuse to run a step again that wrote into memory of which there is no copy; the next record copies it.
+        """Refuse to run a step again that wrote into memory without a copy; the next record copies it.
 
         Args:
             undo: The record of the step.

@@ -48,11 +48,11 @@ class AccumulationState:
         watch: Whether the step writes into the batches.
         todo: Micro-batches to be run.
         done: Micro-batches that have run.
-        denominators: What the step's losses are divided by.
-        aux: What the step returned beside each finished micro-batch's loss.
+        denominators: Divisors of the step's losses.
+        aux: Values that the step returned beside each finished micro-batch's loss.
         loss: The running sum of the divided losses.
         counted: The sum of the counts of losses that were divided by ``unit``.
-        unit: What losses are divided by until the total is known; ``None`` where the total was known before.
+        unit: Divisor of losses until the total is known; ``None`` if the total was known before.
         retries: Number of attempts that ran out of memory.
         had_gradients: Whether gradients from before the step are added to its own.
         groups: Samples that may run together, from which micro-batches are cut.
@@ -75,9 +75,9 @@ class AccumulationState:
         """Begin.
 
         Args:
-            groups: What the micro-batches were cut from.
+            groups: Samples from which the micro-batches were cut.
             micro_batches: To be run.
-            watch: Of the batches.
+            watch: Finds writes into the batches.
             weighed: Whether ``weigh`` gave the weights.
         """
         self.groups, self.todo, self._weighed = groups, deque(micro_batches), weighed
@@ -88,23 +88,23 @@ class AccumulationState:
         self._is_shared, self._per_sample, self._is_scaled, self._has_stated_none = False, 0.0, False, False
 
     def expect(self, per_sample: float, *, is_scaled: bool) -> None:
-        """Of the step before: what its losses were divided by, for each sample."""
+        """Use the divisor of the last step's losses, for each sample."""
         self._per_sample, self._is_scaled = per_sample, is_scaled
         expected = per_sample * self.denominators.samples
         self.denominators = replace(self.denominators, expected=expected, is_scaled=is_scaled)
 
     def note_where(self, error: Exception, called_by: str) -> None:
-        """Note on an error of the user's function that runs now which one it is; errors of ours say it themselves."""
+        """Name the user's function that runs now in a note on its error; errors of autobatch name it already."""
         if self.running and not isinstance(error, AutobatchError):
             note_where(error, self.running, called_by, self.todo[0].size)
 
     @property
     def counted_per_sample(self) -> float:
-        """What this step's losses are divided by, for each sample; 0 where the total was known before."""
+        """Divisor of this step's losses, for each sample; 0 if the total was known before."""
         return self.counted / max(1, sum(self.micro_batch_sizes))
 
     def share(self, weights: Mapping[str, float], samples: int) -> None:
-        """Divide by these totals, which are those of all ranks, however often this one's part is cut anew."""
+        """Divide by the totals of all ranks, however often this rank's samples are cut again."""
         self.denominators, self._is_shared = replace(self.denominators, weights=weights, samples=samples), True
         if self._per_sample:
             self.expect(self._per_sample, is_scaled=self._is_scaled)

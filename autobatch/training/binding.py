@@ -53,7 +53,7 @@ def make_accumulation(
     Args:
         plan: For the smallest micro-batch, and whether sums are in float32.
         workload: Model, step, weights, optimizer.
-        device: Where micro-batches go.
+        device: Runs the micro-batches.
         is_sharded: Whether the ranks run their micro-batches in lockstep.
         division: How batches become groups of samples.
         scaler: Scales each loss.
@@ -95,7 +95,7 @@ _DEVICE = "the device"
 def describe_binding(
     plan: Plan, workload: Workload, device: Device, max_grad_norm: float | None, **given: Any
 ) -> dict[str, Any]:
-    """What must be the same on each rank, and what each computes on."""
+    """Describe what must be the same on each rank, and the device of each."""
     schedulers, scaler = given.pop("schedulers"), given.pop("scaler")
     given |= {"weigh": workload.weigh}
     return {
@@ -117,8 +117,8 @@ def describe_binding(
 def refuse_unlike_bindings(gathered: Sequence[Mapping[str, Any]], ranks: Ranks | None) -> None:
     """Refuse ranks whose parameters would move apart, or have.
 
-    What they hold is compared bit for bit, where all compute on the same kind of device: unlike ones round differently,
-    as in the norm of a gradient, which moves their parameters apart by a little in any training.
+    Values are compared bit for bit if all ranks compute on the same kind of device. Unlike devices round differently,
+    so their parameters move apart by a little in any training.
 
     Raises:
         InvalidArgument: On every rank.
@@ -129,7 +129,7 @@ def refuse_unlike_bindings(gathered: Sequence[Mapping[str, Any]], ranks: Ranks |
 
 
 def _describe_groups(workload: Workload) -> str:
-    """What differs where two ranks would move their parameters apart, with equal gradients."""
+    """Describe settings with which two ranks would move their parameters apart, with equal gradients."""
     groups = [] if workload.optimizer is None else workload.optimizer.param_groups
     settings = [
         {key: _read_setting(value) for key, value in group.items() if key not in _NOT_COMPARED} for group in groups
@@ -143,9 +143,9 @@ def _describe_groups(workload: Workload) -> str:
 
 
 def _describe_state(optimizer: Any | None) -> str:
-    """What differs where a checkpoint was loaded on some ranks only.
+    """Describe the state, which differs if a checkpoint was loaded on some ranks only.
 
-    Of torch's own optimizers only: others may divide their state among the ranks. Sharded state is left out, too.
+    Only torch's own optimizers are read: others may divide their state among the ranks. Sharded state is left out, too.
     """
     members = [one for one in members_of(optimizer) if f"{type(one).__module__}.".startswith("torch.optim.")]
     held: list[torch.Tensor | None] = []
@@ -162,7 +162,7 @@ def _describe_state(optimizer: Any | None) -> str:
 
 
 def _describe_scheduler(scheduler: Any) -> str:
-    """Its type, and what it goes on from."""
+    """Describe its type and its state."""
     state = scheduler.state_dict() if is_instance_with(scheduler, "state_dict") else {}
     digest = hashlib.sha256(repr(_read_setting(state)).encode()).hexdigest()[:8]
     return f"{type(scheduler).__name__} {digest}"

@@ -64,7 +64,7 @@ class SteppedObjects:
         self._watched = [(one, read, calls, _share_notes(one)) for one, read, calls in watched]
 
     def note(self, *, is_ours: bool) -> None:
-        """Remember positions after a step of ours; forget them if the update is the user's."""
+        """Remember positions after a step of the Runner; forget them if the update is the user's."""
         for one, read, _, notes in self._watched:
             try:
                 notes[0] = read(one) if is_ours and not self._has_reported else None

@@ -48,13 +48,13 @@ class Denominators:
     """The totals of a step's counts, as known before its first micro-batch.
 
     Attributes:
-        weights: The total of each term; the name ``""`` stands for every term.
+        weights: Total of each term; the name ``""`` means every term.
         samples: Samples of all micro-batches.
         weighed: Whether ``weigh`` gave the weights; else they are numbers of samples.
         are_exact: Whether the totals are the same however the samples are divided: sums of whole numbers are, up to
             2^24 also where ``weigh`` counts in float32; sums of class weights differ in their last bits.
-        unit: What losses are divided by where the total is not known before; ``None``: near to what it will be.
-        expected: What the counts would add up to if they were those of the step before; 0 where there was none.
+        unit: Divisor of losses if the total is not known before; ``None``: a number near to the total.
+        expected: Sum of the counts if they are like those of the last step; 0 before the first step.
         is_scaled: Whether losses are scaled before their backward passes.
     """
 
@@ -85,15 +85,15 @@ class Denominators:
         """Divide the losses of a micro-batch, such that those of all micro-batches add up to the step's loss.
 
         Args:
-            micro_batch: What was run.
-            loss: What the step returned for it.
-            unit: What earlier micro-batches were divided by where the total is not known; ``None`` at first.
+            micro_batch: The one that was run.
+            loss: The step's return value for it.
+            unit: Divisor of earlier micro-batches if the total is not known; ``None`` at first.
 
         Returns:
             ``None`` where the step states a count of 0.
 
         Raises:
-            InvalidArgument: It is no loss; or its counts or terms contradict those of ``weigh``, or need ``weigh``.
+            InvalidArgument: It is not a loss; or its counts or terms contradict those of ``weigh``, or need ``weigh``.
         """
         total = self.weights.get("")
         if total and type(loss) is torch.Tensor and loss.dtype in _WIDE and not loss.ndim and loss.requires_grad:

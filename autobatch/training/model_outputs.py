@@ -35,7 +35,7 @@ class ModelOutput(NamedTuple):
 
 @contextmanager
 def collect_outputs(model: nn.Module) -> Iterator[list[ModelOutput]]:
-    """What a sharded model returns inside the block, or a module of it that is called by itself."""
+    """Collect what a sharded model, or a module of it that is called alone, returns inside the block."""
     outputs: list[ModelOutput] = []
     running: list[nn.Module] = []
 
@@ -59,7 +59,7 @@ def collect_outputs(model: nn.Module) -> Iterator[list[ModelOutput]]:
 
 
 def edges_of(losses: Mapping[str, torch.Tensor]) -> dict[str, GradientEdge]:
-    """Where the graph of each loss begins."""
+    """Return the place where the graph of each loss begins."""
     return {name: get_gradient_edge(loss) for name, loss in losses.items() if loss.requires_grad}
 
 
@@ -85,7 +85,7 @@ def find_reached(losses: Iterable[GradientEdge], outputs: Sequence[ModelOutput])
 def run_zero_backward(reached: Sequence[ModelOutput], loss: torch.Tensor | None = None) -> None:
     """A backward pass with zeros from these outputs, and with the gradient of a loss beside them.
 
-    Of a loss that the model has computed itself from what it also returns, only the latter gets zeros.
+    If the model has computed a loss from another output, only that output gets zeros.
 
     Raises:
         InvalidArgument: There is nothing to begin from, or such a loss is all that the model returns, and it is nan.

@@ -8,8 +8,12 @@
 6. Commit: drop the record. Nothing is undone from here on.
 7. Step the optimizer, once.
 
-Invariants, asserted by the tests: the gradient is the whole batch's; a retried step equals, bit for bit, a step in its
-final micro-batches; a step that raises before the commit has changed nothing; the optimizer steps once or never.
+Invariants, asserted by the tests:
+
+- The gradient is the whole batch's.
+- A retried step equals, bit for bit, a step in its final micro-batches.
+- A step that raises before the commit has changed nothing.
+- The optimizer steps once or never.
 """
 
 from __future__ import annotations
@@ -110,13 +114,13 @@ class StepRunner:
                 parameter: each is stepped, and nothing is undone once the first one steps. Lightning's wrapper is
                 stepped itself, so that the trainer counts the step; of accelerate's the optimizer inside is, with its
                 scaler.
-            weigh: What a mean is over: ``weigh(micro_batch) -> float``. Default: samples.
-            cut: Which samples run together, where equal numbers of them are unlike in cost. ``autobatch.by_length`` as
+            weigh: Counts the units of a mean: ``weigh(micro_batch) -> float``. Default: samples.
+            cut: Chooses samples that run together, if equal numbers of them differ in cost. ``autobatch.by_length`` as
                 in ``fit``, where the plan was made with it: batches are divided by length, and micro-batches are
                 trimmed to their longest sample. Or ``cut(batch, largest)`` returns lists of sample indices, each sample
                 in one of them, as a ``BatchSampler`` yields them. ``largest`` is the most samples that run together,
-                the plan's or less after a shortage; a longer list is divided, since nothing larger than the plan's size
-                has been tried. It is called before each step, and must not draw random numbers.
+                the plan's or less after a shortage. A longer list is divided: nothing larger than the plan's size has
+                been tried. It is called before each step, and must not draw random numbers.
             scaler: Scales each loss, and unscales, steps and updates once a step.
             max_grad_norm: Clip the norm of the gradients of all parameters that the optimizers hold, taken together,
                 before the update.
@@ -128,8 +132,8 @@ class StepRunner:
                 or is a module, a tensor, a generator, or a dict or list of these.
             backward: Called with each micro-batch's loss, divided and scaled, in place of ``loss.backward()``: a
                 framework's own, such as ``accelerator.backward``. It has to run one backward pass and not to divide the
-                loss again; a framework's scaler in it is its own ``step()``'s to take out, and then ``scaler=`` stays
-                ``None``.
+                loss again. If it scales the loss, the framework's own ``step()`` has to unscale the gradients, and
+                ``scaler=`` stays ``None``.
             device: The device's memory; default: where the model is.
 
         Raises:

@@ -23,26 +23,26 @@ __all__ = ["RunnerState", "read_state"]
 
 
 class RunnerState(Record):
-    """What a Runner goes on from.
+    """State from which a Runner continues.
 
     Attributes:
-        version: Of this form.
-        target_batch: Of the plan, as the five that follow.
-        samples: Of this rank's share.
+        version: Version of this form.
+        target_batch: The plan's, as the five that follow.
+        samples: Number of samples in this rank's share.
         micro_batch_size: The largest.
-        rank: Of the process.
-        world_size: How many there are.
-        smallest_micro_batch: The fewest samples that the model can run, as far as it is known.
+        rank: Rank of the process.
+        world_size: Number of ranks.
+        smallest_micro_batch: Fewest samples that the model can run, as far as it is known.
         steps: Committed steps.
         passes: Number of passes over a loader that ``run`` has finished.
         pass_samples: Number of samples of the present pass that committed steps have used.
         size: The most samples in a micro-batch of the next step.
-        batch_lists: What each list of a batch holds, by path.
+        batch_lists: Content of each list of a batch, by path.
         reason: Why it last changed.
-        ceiling: What runs since the plan's size failed.
+        ceiling: Largest size that runs since the plan's size failed.
         clean_steps: Steps at this size without trouble, as far as they are counted.
         thrashed_steps: In a row, up to now.
-        counted_per_sample: What the last step's losses were divided by, for each sample, where it stated its count.
+        counted_per_sample: Divisor of the last step's losses, for each sample, if it stated its count.
     """
 
     version: Literal[1]
@@ -98,7 +98,7 @@ def read_state(state: Any, plan: Plan) -> RunnerState:
     """The state of a Runner of this plan.
 
     Raises:
-        InvalidArgument: It is no such state, or another plan's.
+        InvalidArgument: It is not such a state, or it is another plan's.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         raise InvalidArgument(f"state={show_value(state)}: pass what state_dict() of a Runner returned")

@@ -31,7 +31,7 @@ _SAME_MEMORY = 0.03
 
 
 def check_plan(plan: Any, weigh: Any) -> None:
-    """Refuse what is no plan, or one that was made with ``weigh`` where there is none.
+    """Refuse an object that is not a plan, or a plan that was made with ``weigh`` if the Runner has none.
 
     Raises:
         InvalidArgument: It cannot be used.
@@ -92,7 +92,7 @@ def refuse_larger_micro_batches(groups: Iterable[Group], most: int, smallest: in
 
 
 def explain_no_retry(step: int, plan: Plan) -> str:
-    """The end of the message where memory ended inside the update."""
+    """End the message of an update that ran out of memory."""
     return (
         f"so step {step} was not retried; load your last checkpoint and give fit() the optimizer and more headroom= "
         f"than {format_bytes(plan.headroom_bytes)}"
@@ -100,12 +100,12 @@ def explain_no_retry(step: int, plan: Plan) -> str:
 
 
 def explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan, model: nn.Module) -> str:
-    """Why a step does not fit whose micro-batch can be made no smaller.
+    """Explain why a step does not fit if its micro-batch cannot be smaller.
 
     Args:
         step: Its number.
-        shortage: The micro-batch in which memory ended.
-        used_bytes: What was held before it.
+        shortage: The micro-batch that ran out of memory.
+        used_bytes: Bytes that were held before it.
         plan: The plan, for its budget.
         model: The model, for the layers that need more than one sample.
     """

@@ -43,7 +43,7 @@ def check_hooks(hooks: Any) -> tuple[Hook, ...]:
     """The hooks as a tuple; what cannot be called is refused before the first step.
 
     Raises:
-        InvalidArgument: One of them cannot be called, or they are no sequence of hooks.
+        InvalidArgument: One of them cannot be called, or they are not a sequence of hooks.
     """
     found = (hooks,) if isinstance(hooks, str) or not isinstance(hooks, Iterable) else tuple(hooks)
     for hook in found:
@@ -111,7 +111,7 @@ class StepEvents:
         emit(GradientsFound(step=step, **self._of), self._hooks)
 
     def report_retry(self, step: int, shortage: Shortage, new_size: int, used_bytes: int) -> None:
-        """Report that memory ended, and the next size."""
+        """Report a shortage of memory, and the next size."""
         retried = Retried(
             step=step,
             failed_size=shortage.failed_size,

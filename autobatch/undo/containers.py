@@ -122,7 +122,7 @@ class Found:
     """The objects below some others.
 
     Attributes:
-        contents: What each container, array and generator held.
+        contents: Content of each container, array and generator.
         tensors: The tensors in attributes and containers, each once.
         modules: The modules that were reached, each once.
     """

@@ -17,7 +17,7 @@ class EarlierGradients:
     """Gradients from before a step: out of its way, and added to its own at the end.
 
     Attributes:
-        parameters: Whose gradients they are.
+        parameters: Parameters that have the gradients.
         gradients: Their ``.grad`` before the step, which may be ``None``.
     """
 
@@ -146,6 +146,6 @@ class Float32Sums:
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """What ``.grad`` of this parameter is in."""
+    """Return the dtype of this parameter's ``.grad``."""
     # torch 2.8 has no such attribute; None means that any dtype may stand there.
     return getattr(parameter, "grad_dtype", None) or parameter.dtype

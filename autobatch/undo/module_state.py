@@ -26,7 +26,7 @@ _PLAIN_TENSORS = frozenset((torch.Tensor, nn.Parameter))
 
 
 class ModuleState:
-    """What modules held at one moment.
+    """Record of what modules held at one moment.
 
     Attributes:
         modules: The given modules, those below them, and hidden ones.
@@ -144,7 +144,7 @@ class ModuleState:
 
 
 class _Headers:
-    """What tensors referred to, and their flags; a list each, as a model has thousands."""
+    """Record of the memory to which tensors refer, and of their flags; a list each, as a model has thousands."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors, self._requires_grad = tensors, [tensor.requires_grad for tensor in tensors]

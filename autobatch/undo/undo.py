@@ -1,7 +1,7 @@
 """Records everything that a training step may change before its update, and restores it.
 
-1. ``Undo`` is made when a step begins. It holds the random generators, what the modules hold, copies of buffers and of
-   other memory that steps are known to write into, the objects in ``keep=``, and the gradients from before the step.
+1. ``Undo`` is made when a step begins. It holds random generators, attributes of modules, copies of buffers and of
+   memory that steps are known to write into, the objects in ``keep=``, and earlier gradients.
 2. ``restore`` makes all of it what it was, bit for bit and in place. It can be called again.
 3. ``restart`` restores too, and leaves ``.grad`` empty, for another attempt at the same step.
 4. ``release`` drops the record. Nothing can be restored from then on.
@@ -37,7 +37,7 @@ class Undo:
     """Everything that a step may change before its update, at one moment.
 
     Attributes:
-        modules: What the modules held.
+        modules: Record of what the modules held.
         memory: Copies of memory that steps write into; a recorder adds to them.
         gradients: Gradients from before the step.
         is_released: Whether the record was dropped.
@@ -57,7 +57,7 @@ class Undo:
         Args:
             model: Its modules are recorded, hidden ones too, and copies of their buffers.
             device: The device whose random generator is recorded, beside the CPU's.
-            keep: Objects of the user. Of modules among them, parameters are copied too.
+            keep: Objects of the user. If a module is among them, its parameters are copied too.
             written: Memory that earlier steps wrote into: it is copied.
             parameters: Their gradients are recorded.
         """

@@ -27,7 +27,7 @@ def check_objects(objects: Any) -> tuple[Any, ...]:
     """Return the argument of ``keep=`` as a tuple.
 
     Raises:
-        InvalidArgument: It is no sequence of objects, or one of them cannot be restored.
+        InvalidArgument: It is not a sequence of objects, or one of them cannot be restored.
     """
     if not isinstance(objects, list | tuple):
         raise InvalidArgument(f"keep={show_value(objects)}: pass a list of objects, keep=[...]")
@@ -55,7 +55,7 @@ def expand_objects(objects: Sequence[Any]) -> list[Any]:
 
 
 class UserObjects:
-    """What the user's objects held at one moment, by value."""
+    """Record of the values that the user's objects held at one moment."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
         """Ask each for its state, and copy that."""
