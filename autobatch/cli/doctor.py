@@ -1,6 +1,6 @@
 """Checks what a training process would find here, and says what to type: ``autobatch doctor``.
 
-Covers the judgement of what was read; nothing here imports torch. Does not cover reading it (``environment``).
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from autobatch._torch_versions import OLDEST, OLDEST_TO_PREDICT, format_release,
 from autobatch.cli.environment import Environment, read_environment
 from autobatch.cli.output import DONE, NO, Answer
 from autobatch.cli.plans import find_fault
-
-__all__ = ["Finding", "configure_doctor", "examine"]
 
 _LEVELS = ("wrong", "beware", "fine")
 _SMALL_SHARED_MEMORY = 256 * 2**20  # Docker gives 64 MiB by default: one loader process with large images fills it
@@ -41,8 +39,8 @@ class Finding:
 
     Attributes:
         level: ``"wrong"`` prevents training or measuring it; ``"beware"`` may; ``"fine"`` does not.
-        what: What was found.
-        advice: What to type or change; empty where it is fine.
+        what: Description of what was found.
+        advice: Command to type or setting to change; empty if it is fine.
     """
 
     level: Literal["wrong", "beware", "fine"]
@@ -71,7 +69,7 @@ def _run(_: argparse.Namespace) -> Answer:
 
 
 def examine(environment: Environment) -> list[Finding]:
-    """All findings, the worst first."""
+    """Return all findings, the worst first."""
     findings = [
         *_check_torch(environment),
         *_check_cudnn(environment),

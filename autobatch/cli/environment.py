@@ -1,8 +1,4 @@
-"""Reads what a training process would find here, without importing torch: software, driver, settings, limits.
-
-Covers ``autobatch devices``, which lists NVIDIA's cards and the host's memory, and which processes use it. Does not
-cover other vendors' cards, nor what is wrong with what was found (``doctor``).
-"""
+"""Reads software, driver, settings and limits of this machine without torch, and lists its devices."""
 
 from __future__ import annotations
 
@@ -23,8 +19,6 @@ from autobatch.memory.nvml import CardReading, query_all, read_cuda_version
 from autobatch.prediction.cudnn.answers import find_libraries
 from autobatch.records import Record
 
-__all__ = ["Environment", "configure_devices", "read_environment"]
-
 _SETTINGS = (
     "CUDA_VISIBLE_DEVICES",
     "PYTORCH_ALLOC_CONF",
@@ -37,27 +31,27 @@ _SETTINGS = (
 
 
 class Environment(Record):
-    """What was found; a text is empty where there is nothing."""
+    """Software, hardware and settings of this machine; a text is empty if there is nothing."""
 
-    torch: str  # its version, as the others are
-    torch_cuda: str  # what it was built for
+    torch: str  # version of the package, as below
+    torch_cuda: str  # CUDA version of the build
     torch_hip: str
-    cudnn: str  # of the package that can be asked what convolutions take, with cuBLASLt beside it
+    cudnn: str  # version of the package, if cuBLASLt is there too
     nvml: str  # nvidia-ml-py
     pynvml: str  # the deprecated distribution that takes the same module's name
     cards: tuple[CardReading, ...]
-    no_cards_because: str  # why the driver was not asked
+    no_cards_because: str  # reason why there are no cards
     driver_cuda: tuple[int, int] | None  # the newest CUDA that it runs
-    settings: dict[str, str]  # environment variables of ``_SETTINGS``, those that are set
+    settings: dict[str, str]  # environment variables that are set
     is_wsl: bool  # whether this Linux runs inside Windows
     host: HostMemory
-    shared_memory_bytes: int  # of /dev/shm, through which loader processes pass batches; 0 where it does not exist
-    home: str  # where plans are stored
-    ledger_error: str  # why nothing can be stored there
+    shared_memory_bytes: int  # size of /dev/shm, through which loader processes pass batches; 0 if there is none
+    home: str  # folder of the ledger
+    ledger_error: str  # reason why nothing can be stored
 
 
 def read_environment(environment: Mapping[str, str], home: str, ledger_error: str) -> Environment:
-    """Read everything; ``environment`` is ``os.environ``, and the others are as in ``Environment``."""
+    """Read everything; ``environment`` is ``os.environ``, other arguments become fields."""
     cards, missing = _read_cards()
     build = _read_torch_build()
     return Environment(
@@ -80,7 +74,7 @@ def read_environment(environment: Mapping[str, str], home: str, ledger_error: st
 
 
 def _read_cards() -> tuple[tuple[CardReading, ...], str]:
-    """The cards as NVIDIA's driver sees them, and why it was not asked."""
+    """Return the cards as NVIDIA's driver sees them, and the reason if it cannot be asked."""
     try:
         return query_all(), ""
     except LookupError as error:
@@ -100,7 +94,7 @@ def _read_cudnn() -> str:
 
 
 def _read_torch_build() -> dict[str, str]:
-    """From torch's version.py: importing torch would take a second."""
+    """Read torch's version.py, since importing torch takes a second."""
     specification = importlib.util.find_spec("torch")
     if specification is None or specification.origin is None:
         return {}

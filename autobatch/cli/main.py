@@ -1,7 +1,6 @@
 """Runs a command: parses the command line, prints the answer or the error, and returns the exit code.
 
-Does not cover any command: its module is imported only when it is asked for, so that ``--help`` and commands that need
-no torch answer at once.
+A command's module is imported when the command runs, so ``--help`` and commands without torch answer at once.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from autobatch.errors import AutobatchError, InvalidArgument, NeedsBatch
 from autobatch.events import PlanMade
 from autobatch.torch_internals import import_torch
 
-__all__ = ["main"]
-
 _MISUSE = (InvalidArgument, NeedsBatch)
 _INTERRUPTED = 130
 _COMMANDS = {
@@ -37,7 +34,7 @@ _COMMANDS = {
     "forget": ("plans", "delete plans with their runs"),
     "doctor": ("doctor", "drivers, packages, allocator settings, limits: what is wrong, and what to type"),
 }
-"""The module of each command, and its help."""
+"""Module and help of each command."""
 
 _EPILOG = """\
 MODULE:FUNCTION names a function of yours without arguments, such as train:make or train.py:make, that returns a dict
@@ -76,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One whose refusals are errors of ours: one line, or JSON."""
+    """A parser that raises ``InvalidArgument``, which is shown in one line or as JSON."""
 
     def error(self, message: str) -> NoReturn:
-        raise InvalidArgument(f"{message}; {self.prog} --help says what can be asked")
+        raise InvalidArgument(f"{message}; see {self.prog} --help")
 
 
 def _make_parser(chosen: str) -> argparse.ArgumentParser:
@@ -92,7 +89,7 @@ def _make_parser(chosen: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"autobatch {__version__}")
     common = _Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the answer as JSON")
-    common.add_argument("--verbose", action="store_true", help="say on stderr what happens on the way")
+    common.add_argument("--verbose", action="store_true", help="print each event on stderr")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (module, text) in _COMMANDS.items():
         command = commands.add_parser(name, parents=[common], help=text, description=text[0].upper() + text[1:] + ".")
@@ -105,7 +102,7 @@ def _make_parser(chosen: str) -> argparse.ArgumentParser:
 
 @contextmanager
 def _only_json_on_stdout() -> Iterator[None]:
-    """What the user's own code, its libraries and processes print goes to stderr."""
+    """Redirect to stderr all that the user's code, its libraries and processes print."""
     if sys.stdout is None or sys.stderr is None:
         raise InvalidArgument("--json needs a stdout and a stderr, and one of them is closed")
     stdout = os.dup(1)
@@ -120,7 +117,7 @@ def _only_json_on_stdout() -> Iterator[None]:
 
 @contextmanager
 def _logging(*, verbose: bool) -> Iterator[None]:
-    """Print warnings, and with ``verbose`` what happens on the way; the answer has the plan, and other events."""
+    """Print warnings, and with ``verbose`` all other events; the plan is in the answer."""
     logger, handler = logging.getLogger("autobatch"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     handler.addFilter(lambda _: not any(map(_writes_to_terminal, logging.getLogger().handlers)))
@@ -145,13 +142,13 @@ def _is_no_plan(record: logging.LogRecord) -> bool:
 
 
 def _writes_to_terminal(handler: logging.Handler) -> bool:
-    """Whether the user's own code has set up logging there, so that each line would be there twice."""
+    """Return whether the user's code logs to the terminal already, so that each line would be there twice."""
     stream = getattr(handler, "stream", None)
     return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 
 def _encodable(text: str, encoding: str | None) -> str:
-    r"""The text with ``\xe9`` for what the encoding has no letter for, as ASCII in a container without a locale."""
+    r"""Return the text with ``\xe9`` for letters that the encoding lacks, such as ASCII in a container."""
     return text if encoding is None else text.encode(encoding, "backslashreplace").decode(encoding)
 
 

@@ -1,7 +1,6 @@
 """Plans, predicts and verifies for a model that the command line names: ``autobatch fit``, ``predict``, ``verify``.
 
-Covers the options, loading ``MODULE:FUNCTION`` and the answers; what the user's own code raises is not changed. Does
-not cover what the values may be: ``fit``, ``predict`` and ``verify`` check that.
+``fit``, ``predict`` and ``verify`` check the values. Errors of the user's code come out unchanged.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ from autobatch.prediction.predict import predict
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.text import explain_changes
 
-__all__ = ["configure_fit", "configure_predict", "configure_verify"]
-
 _KNOWN = inspect.signature(fit).parameters
-"""What a user's function may return."""
+"""Keys that a user's function may return."""
 
 _ANY_CARD = "H100-80GB"
-"""The card of the prediction that ``--all`` begins with."""
+"""Card of the first prediction of ``--all``."""
 
 
 def configure_fit(command: argparse.ArgumentParser) -> None:
@@ -141,7 +138,7 @@ def _predict(options: argparse.Namespace) -> Answer:
     if source is None and options.gpu and ":" in options.gpu[-1]:  # --gpu L4 train:make, where it took both
         *options.gpu, source = options.gpu
     if source is None:
-        raise InvalidArgument("say MODULE:FUNCTION, a function of yours that returns the model, such as train:make")
+        raise InvalidArgument("pass MODULE:FUNCTION, your function that returns the model, such as train:make")
     cards = options.gpu or ([_ANY_CARD] if options.all_cards else [None])
     if options.save and len(cards) > 1:
         raise InvalidArgument(f"--save writes one plan, and {len(cards)} cards were named")
@@ -168,7 +165,7 @@ def _predict(options: argparse.Namespace) -> Answer:
 
 
 def _without_doubles(options: argparse.Namespace) -> dict[str, bool]:
-    """With ``--verbose`` the log has all that progress shows."""
+    """Return options that avoid lines twice: with ``--verbose`` the log has all that progress shows."""
     return {"progress": False} if options.verbose else {}
 
 
@@ -177,7 +174,7 @@ def _summarise(prediction: Prediction) -> str:
 
 
 def _with_changes(text: str, prediction: Prediction) -> str:
-    """Changes that would help are below the answer, where --what-if asked for them."""
+    """Return the answer with the changes that would help, if ``--what-if`` was given."""
     changes = explain_changes(prediction)
     return f"{text}\n{changes}" if changes else text
 
@@ -191,13 +188,13 @@ def _verify(options: argparse.Namespace) -> Answer:
 
 
 def _read_options(options: argparse.Namespace, command: Callable[..., Any]) -> dict[str, Any]:
-    """The options that are arguments of the function, those that were given."""
+    """Return the options that were given and that the function takes."""
     given = {name: value for name, value in vars(options).items() if value is not None}
     return {name: given[name] for name in inspect.signature(command).parameters if name in given}
 
 
 def _load(source: str, command: Callable[..., Any]) -> dict[str, Any]:
-    """Of what the named function returns, the arguments of this command; others that ``fit`` takes are left out.
+    """Call the user's function and return the arguments of this command; other arguments of ``fit`` are left out.
 
     ``source`` is ``package.module:function`` or ``path/to/file.py:function``; modules are looked for here first.
     """
@@ -219,8 +216,8 @@ def _call(source: str) -> Any:
     name, _, function_name = source.rpartition(":")
     is_relative = name.startswith(".") and not name.endswith(".py")
     if not name or is_relative or not function_name.isidentifier():
-        raise InvalidArgument(f"{source!r} is no MODULE:FUNCTION, such as train:make or train.py:make")
-    arguments, sys.argv = sys.argv, [name]  # a script that reads its arguments on import must not be given ours
+        raise InvalidArgument(f"{source!r} is not MODULE:FUNCTION, such as train:make or train.py:make")
+    arguments, sys.argv = sys.argv, [name]  # a script may read its arguments on import, and must not find ours
     try:
         function = getattr(_import(name, source), function_name, None)
         if not callable(function):
@@ -238,7 +235,7 @@ def _call(source: str) -> Any:
 
 def _import(name: str, source: str) -> ModuleType:
     is_file = name.endswith(".py")
-    with refusals_of(show_value(source)):  # the file itself: what the user's own code cannot open is the user's to see
+    with refusals_of(show_value(source)):  # of this file alone: an error inside the user's code comes out unchanged
         here, path = str(Path.cwd()), Path(name)
         if is_file and find_kind(name, show_value(source)) != stat.S_IFREG:
             raise InvalidArgument(f"{source!r}: no file {path}")
@@ -253,7 +250,7 @@ def _import(name: str, source: str) -> ModuleType:
 
 def _import_module(name: str, source: str, here: str) -> ModuleType:
     no_module = InvalidArgument(f"{source!r}: no module {name} here ({here}) or installed")
-    if Path(name).name != name:  # a path, which those who look for modules need not expect
+    if Path(name).name != name:  # a path, which import hooks may not expect
         raise no_module
     *packages, last = name.split(".")
     file = Path(here, *packages, f"{last}.py")
@@ -263,7 +260,7 @@ def _import_module(name: str, source: str, here: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # What the user's own module misses is the user's to see.
+        # An import inside the user's module fails with its own traceback.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise no_module from None

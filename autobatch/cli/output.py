@@ -1,7 +1,4 @@
-"""Defines a command's answer: text for people, the same as data, and an exit code.
-
-Covers what commands share: numbers as options, paths that the system refuses, and files that are written.
-"""
+"""Defines a command's answer and what commands share: numbers as options, and checks of paths."""
 
 from __future__ import annotations
 
@@ -21,23 +18,21 @@ from autobatch.errors import InvalidArgument
 if TYPE_CHECKING:  # --help needs none
     from autobatch.plan import Plan
 
-__all__ = ["DONE", "NO", "USAGE", "Answer", "check_folder", "find_kind", "read_count", "refusals_of", "save_plan"]
-
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\n")}
 """C0 and C1 controls: a plan file of another user, or a card's name, could hold them."""
 
 DONE, NO, USAGE = 0, 1, 2
-"""Exit codes: it was done; it was done and the answer is no; the command line cannot mean anything."""
+"""Exit codes: done; done and the answer is no; the command line cannot be understood."""
 
 _MOST_DIGITS = 18
-"""Of a number that fits into 64 bits, which counts the plans that are listed."""
+"""Most digits of a number that surely fits into 64 bits."""
 
 
 def read_count(text: str) -> int:
-    """A whole number from 1 on, for ``add_argument(type=...)``."""
+    """Return a whole number from 1 on, for ``add_argument(type=...)``."""
     digits = text.strip().lstrip("0")
     if not re.fullmatch(r"[0-9]+", digits):
-        raise argparse.ArgumentTypeError(f"{show_value(text)} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{show_value(text)} is not a whole number from 1 on")
     if len(digits) > _MOST_DIGITS:
         raise argparse.ArgumentTypeError(
             f"{show_value(text)} is larger than any count: it has more than {_MOST_DIGITS} digits"
@@ -47,11 +42,7 @@ def read_count(text: str) -> int:
 
 @contextmanager
 def refusals_of(named: str) -> Iterator[None]:
-    """A block that does nothing but ask the system about a path of the user's: what it refuses ends in one line.
-
-    Args:
-        named: The path, as the message begins with it.
-    """
+    """Turn an error of the system about a path of the user's into one line that begins with ``named``."""
     try:
         yield
     except OSError as error:
@@ -59,16 +50,16 @@ def refusals_of(named: str) -> Iterator[None]:
 
 
 def find_kind(path: str, named: str | None = None) -> int | None:
-    """What a path leads to, as ``stat.S_IFMT`` has it; ``None`` where there is nothing.
+    """Return the kind of a file, as ``stat.S_IFMT`` has it; ``None`` if there is none.
 
     Args:
-        path: As the user gave it.
-        named: How a message names it; default: the path.
+        path: Path of the user.
+        named: Name of the path in a message; default: the path.
 
     Raises:
-        InvalidArgument: The system does not say, as of a name that is too long or in a folder that is closed.
+        InvalidArgument: The system refuses to look, for a name that is too long or a folder that is closed.
     """
-    # Path.is_file() and its like raise for some of these, and answer False for others, as the version of Python has it.
+    # Path.is_file() raises an error for some of these and returns False for others, which depends on Python's version.
     with refusals_of(named or show_value(path)):
         try:
             return stat.S_IFMT(Path(path).stat().st_mode)
@@ -77,7 +68,7 @@ def find_kind(path: str, named: str | None = None) -> int | None:
 
 
 def check_folder(option: str, file: str | None) -> None:
-    """Check before long work that its answer can be written there."""
+    """Check before long work that a file can be written."""
     if file is None:
         return
     if file == "-":
@@ -92,7 +83,7 @@ def check_folder(option: str, file: str | None) -> None:
 
 
 def save_plan(plan: Plan, file: str) -> None:
-    """Write what ``--save`` asks for; where that cannot be, the plan itself is in the message."""
+    """Write the plan for ``--save``; if the disk fails, the message has the plan."""
     try:
         plan.save(file)
     except OSError as error:
@@ -100,14 +91,20 @@ def save_plan(plan: Plan, file: str) -> None:
 
 
 class Answer(NamedTuple):
-    """What is printed, for people or for programs (records, or what JSON can hold), and how the process ends."""
+    """Answer of a command.
+
+    Attributes:
+        text: Text for people.
+        data: The same for programs: records, or values that JSON can hold.
+        code: Exit code of the process.
+    """
 
     text: str
     data: Any
     code: int = DONE
 
     def show(self, *, as_json: bool) -> str:
-        """The text with its control characters escaped, or the data as JSON."""
+        """Return the text with its control characters escaped, or the data as JSON."""
         if not as_json:
             return self.text.translate(_ESCAPED)
         from pydantic_core import to_jsonable_python  # noqa: PLC0415 - a quarter of the time that --help takes

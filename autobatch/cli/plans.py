@@ -1,7 +1,6 @@
 """Lists, shows, compares and deletes stored plans: ``autobatch plans``, ``show``, ``diff``, ``report`` and ``forget``.
 
-Covers opening the ledger for a command, where what is wrong with it is an error. Nothing here imports torch. Does not
-cover the text of one plan (``report``).
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -24,16 +23,6 @@ from autobatch.plan import Plan
 from autobatch.report.difference import diff_plans, diff_plans_data
 from autobatch.report.text import show_plan
 
-__all__ = [
-    "configure_diff",
-    "configure_forget",
-    "configure_plans",
-    "configure_report",
-    "configure_show",
-    "find_fault",
-    "open_store",
-]
-
 _DAY_S = 24 * 60 * 60
 
 
@@ -53,7 +42,7 @@ def configure_show(command: argparse.ArgumentParser) -> None:
 
 def configure_diff(command: argparse.ArgumentParser) -> None:
     """Add the options."""
-    command.description = "What differs between two plans. Exit code 1 where something does."
+    command.description = "What differs between two plans. Exit code 1 if something does."
     command.add_argument("first", metavar="ID|FILE", help="as for show")
     command.add_argument("second", metavar="ID|FILE")
     command.set_defaults(run=_diff)
@@ -93,8 +82,8 @@ def _summarise(plan: Plan, runs: list[Run]) -> str:
     peak = format_bytes(peak_bytes) if peak_bytes else "-"
     steps, retries = sum(run.steps for run in runs), sum(run.retries for run in runs)
     went = f"{len(runs)}: {plural(steps, 'step')}, {plural(retries, 'retry', 'retries')}" if runs else "none"
-    if runs and runs[0].outcome == "running":  # perhaps killed: what it did since then is not known
-        went += f", last heard of {_format_date(runs[0].last_seen_at)}"
+    if runs and runs[0].outcome == "running":  # perhaps killed
+        went += f", last written {_format_date(runs[0].last_seen_at)}"
     return (
         f"{plan.id:<13} {_format_date(plan.made_at):<17} {_cut(plan.model):<20} {_cut(plan.device.name):<20} "
         f"{division:<18} {peak:>10}  {went}"
@@ -152,7 +141,7 @@ def _forget(options: argparse.Namespace) -> Answer:
 
 @contextmanager
 def open_store() -> Iterator[Store]:
-    """Yield the ledger's files; what is wrong with them ends in one line.
+    """Yield the ledger's files.
 
     Raises:
         InvalidArgument: The ledger is turned off.
@@ -187,10 +176,10 @@ def find_fault() -> tuple[str, str]:
 
 
 def _find_plan(name: str) -> tuple[Plan, list[Run]]:
-    """A plan and its stored runs, oldest first, by the beginning of its id or by a file that ``Plan.save`` wrote."""
+    """Return a plan and its stored runs, oldest first, by the beginning of its id or by a file of ``Plan.save``."""
     if not name.strip():
         raise InvalidArgument(
-            f"{name!r} names no plan: give the beginning of a plan's id, or a file that Plan.save wrote"
+            f"{name!r} names no plan: pass the beginning of a plan's id, or a file that Plan.save wrote"
         )
     kind = find_kind(name)
     if kind is not None and kind != stat.S_IFDIR:  # a pipe, such as /dev/stdin, is read as well

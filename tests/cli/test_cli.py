@@ -256,12 +256,15 @@ WRONG = {
     "no file": (("fit", "nowhere.py:make", "--target", "8"), "no file nowhere.py"),
     "no function": (("fit", "train_it:mak", "--target", "8"), "'train_it:mak': train_it has no function mak"),
     "no callable": (("fit", "train_it:number", "--target", "8"), "train_it has no function number"),
-    "no colon": (("fit", "train_it", "--target", "8"), "'train_it' is no MODULE:FUNCTION, such as train:make"),
+    "no colon": (("fit", "train_it", "--target", "8"), "'train_it' is not MODULE:FUNCTION, such as train:make"),
     "arguments": (("fit", "train_it:needs_arguments", "--target", "8"), "takes arguments: name a function that can"),
     "no dict": (("fit", "train_it:returns_a_model", "--target", "8"), "return a dict such as {'model': model"),
     "unknown key": (("fit", "train_it:misspelt", "--target", "8"), "returned 'optimiser'; known are model,"),
     "no target": (("fit", "train_it:make"), "say --target: 'train_it:make' returned no 'target_batch'"),
-    "a target of 0": (("fit", "train_it:make", "--target", "0"), "argument --target: '0' is no whole number from 1 on"),
+    "a target of 0": (
+        ("fit", "train_it:make", "--target", "0"),
+        "argument --target: '0' is not a whole number from 1 on",
+    ),
     "no batch": (("fit", "train_it:without_batch", "--target", "8"), "Conv2d"),
     "nothing to verify": (("verify", "train_it:without_batch"), "returned no 'batch'"),
     "no card": (
@@ -278,7 +281,7 @@ WRONG = {
         ("plans", "--limit", "9" * 20),
         f"argument --limit: '{'9' * 20}' is larger than any count: it has more than 18 digits",
     ),
-    "no plans at all": (("plans", "--limit", "0"), "argument --limit: '0' is no whole number from 1 on"),
+    "no plans at all": (("plans", "--limit", "0"), "argument --limit: '0' is not a whole number from 1 on"),
 }
 
 
@@ -497,7 +500,7 @@ def test_the_function_may_follow_the_cards(ask):
     """As it does in the help; --all and --gpu exclude each other."""
     assert ask("predict", "--gpu", "L4", "T4", "train_it:make")[1].count("predicted on") == 2
     assert ask("predict", "--gpu", "L4", "--gpu", "T4", "--target", "8", "train_it:make")[0] == 0
-    assert "say MODULE:FUNCTION" in ask("predict", "--gpu", "L4")[2]
+    assert "pass MODULE:FUNCTION" in ask("predict", "--gpu", "L4")[2]
     assert ask("predict", "--gpu", "L4", "--all", "train_it:make")[0] == 2
 
 
@@ -628,7 +631,7 @@ def test_a_name_that_begins_with_a_dot_is_no_module(ask, source):
     """Nothing that it could be relative to is known."""
     code, _, error = ask("fit", source, "--target", "4")
     assert code == 2
-    assert "is no MODULE:FUNCTION" in error
+    assert "is not MODULE:FUNCTION" in error
 
 
 @contextmanager
@@ -698,7 +701,7 @@ def test_a_run_that_went_silent_is_shown_with_when(here, ask):
         [plan] = store.plans()
         add_run(store, plan, make_run("r", plan.id, last_seen_at=1.5e9))
     line = ask("plans")[1].splitlines()[1]
-    assert "last heard of 2017-07-1" in line
+    assert "last written 2017-07-1" in line
 
 
 @pytest.mark.usefixtures("here")
