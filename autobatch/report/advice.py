@@ -1,8 +1,4 @@
-"""Says what would help: towards a larger micro-batch, and where nothing fits at all.
-
-Covers sentences, each with its number, and the text of ``DoesNotFit`` after a search in which no size ran. Does not
-cover predictions of what a change would save (``prediction.what_if``).
-"""
+"""Says what would help: towards a larger micro-batch, and where nothing fits at all."""
 
 from __future__ import annotations
 
@@ -12,8 +8,6 @@ from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import DeviceInfo, Phase, Saving, Trial
 from autobatch.report.ranks import advise_ranks
-
-__all__ = ["PHASES", "advise", "explain_refusal", "tenant_lines"]
 
 PHASES: dict[Phase, str] = {
     "forward": "in the forward pass",
@@ -54,11 +48,11 @@ _AT_ANY_SIZE: dict[Phase, tuple[str, Sequence[str]]] = {
         ),
     ),
 }
-"""What does not fit whatever the micro-batch size, and what would help."""
+"""Parts that do not fit at any micro-batch size, with what would help."""
 
 
 def advise(plan: PlanRecord) -> Iterator[str]:
-    """A sentence for each thing that a user could do for a larger micro-batch; none where memory does not matter."""
+    """Yield a sentence for each way to a larger micro-batch; none if memory does not limit the size."""
     share = sum(plan.micro_batch_sizes)
     need = plan.curve.peak_reserved(share) if plan.curve is not None else 0
     # Within the limit it was the user's own bound or objective that divided the batch, and memory is not what to save.
@@ -81,14 +75,14 @@ def advise(plan: PlanRecord) -> Iterator[str]:
 
 
 def tenant_lines(device: DeviceInfo) -> Iterator[str]:
-    """Who else holds memory of the device, a sentence each."""
+    """Yield a sentence for each other process that holds memory of the device."""
     for tenant in device.tenants:
         name = f" ({tenant.name})" if tenant.name else ""
         yield f"process {tenant.pid}{name} holds {format_bytes(tenant.used_bytes)}"
 
 
 def _not_yet(advice: Iterable[str], savings: Collection[Saving]) -> list[str]:
-    """The advice that the step does not follow yet."""
+    """Return the advice that the step does not follow yet."""
     followed: set[str] = {_BY_SAVING[saving] for saving in savings}
     if "16-bit parameters" in savings:  # autocast to 16 bits changes little more
         followed.add("bfloat16 autocast")
@@ -103,7 +97,7 @@ _BY_SAVING: dict[Saving, str] = {
 
 
 def _either(items: Sequence[str]) -> str:
-    """``a``, ``a or b``, ``a, b, or c``."""
+    """Return ``a``, ``a or b``, or ``a, b, or c``."""
     if len(items) < 3:
         return " or ".join(items)
     return f"{', '.join(items[:-1])}, or {items[-1]}"
@@ -118,10 +112,10 @@ def explain_refusal(
     *,
     savings: Collection[Saving] = (),
 ) -> str:
-    """Why nothing fits: where memory ended, how much was held, who else is on the device, what would help.
+    """Explain why nothing fits: the place in the step, the bytes held, other processes, and what would help.
 
-    ``trial`` is of the smallest size that was tried, ``reason`` the error's first line, and ``savings`` what the step
-    does already, which would be no advice.
+    ``trial`` has the smallest size that was tried, ``reason`` is the error's first line, and ``savings`` are not
+    advised, since the step has them.
     """
     phase = trial.ended_in or "forward"
     advice: Sequence[str]

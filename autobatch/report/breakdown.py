@@ -1,7 +1,4 @@
-"""Divides the budget into parts: where the memory goes at the planned size.
-
-Does not cover how the parts are shown (``tables``, ``charts``).
-"""
+"""Divides the budget into parts: where the memory goes at the planned size."""
 
 from __future__ import annotations
 
@@ -13,13 +10,11 @@ from autobatch.planning.curve import ran
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import Trial
 
-__all__ = ["Part", "apportion", "chosen_trial", "draw_bar", "held_bytes", "memory_parts"]
-
 _BAR_CELLS = 72
 
 
 class Part(NamedTuple):
-    """A share of the budget: one word for it, one character for a bar of text, more than 0 bytes, and a description."""
+    """A share of the budget: a word, a character for a bar of text, more than 0 bytes, and a description."""
 
     key: str
     symbol: str
@@ -28,20 +23,20 @@ class Part(NamedTuple):
 
 
 def held_bytes(trial: Trial) -> int:
-    """The most that a trial held at once; where memory ended before the first reading, what it began with."""
+    """Return a trial's peak, or its first bytes if it ran out of memory before a reading."""
     return max(trial.peak_reserved, trial.peak_allocated, trial.resident_bytes)
 
 
 def chosen_trial(plan: PlanRecord) -> Trial | None:
-    """The trial behind the planned size; of several, the one that held most, as the plan's peak is that one's."""
+    """Return the trial of the planned size with the largest peak, which is the plan's."""
     same = [trial for trial in plan.longest_trials if trial.micro_batch_size == plan.micro_batch_size and ran(trial)]
     return max(same, key=held_bytes, default=None)
 
 
 def memory_parts(plan: PlanRecord) -> tuple[Part, ...]:
-    """What the chosen trial held (or, where none ran, the predicted peak), what is left of the limit, and the headroom.
+    """Return the memory of the chosen trial (or the predicted peak), the rest of the limit, and the headroom.
 
-    They add up to the budget, or to the peak where that is more or where no budget is known.
+    They add up to the budget, or to the peak if that is larger or the budget is unknown.
     """
     trial = chosen_trial(plan)
     used: tuple[Part, ...] = (Part("peak", "#", plan.peak_bytes, "peak: predicted, nothing was run at this size"),)
@@ -60,13 +55,13 @@ def memory_parts(plan: PlanRecord) -> tuple[Part, ...]:
 
 
 def draw_bar(parts: Sequence[Part]) -> str:
-    """As many characters of each part as it has of the whole."""
+    """Return a bar with characters of each part in proportion."""
     cells = apportion([part.size_bytes for part in parts], _BAR_CELLS)
     return f"[{''.join(part.symbol * count for part, count in zip(parts, cells, strict=True))}]"
 
 
 def apportion(counts: Sequence[int], cells: int) -> tuple[int, ...]:
-    """So many cells divided in proportion to the counts, by largest remainders: ``((1, 1, 2), 8)`` -> ``(2, 2, 4)``."""
+    """Divide cells in proportion to the counts, by largest remainders: ``((1, 1, 2), 8)`` -> ``(2, 2, 4)``."""
     total = sum(counts)
     if not total:
         return (0,) * len(counts)

@@ -18,8 +18,6 @@ from autobatch.report import svg
 from autobatch.report.breakdown import held_bytes, memory_parts
 from autobatch.report.svg import FRAME, Frame, Scale, choose_scale, element, label, picture, polyline
 
-__all__ = ["memory_bar", "peak_chart", "run_chart", "speed_chart", "thin_out"]
-
 _N = TypeVar("_N", int, float)
 
 _MARKS: dict[str, Callable[[float, float, str, str], str]] = {"fits": svg.dot, "oom": svg.cross, "thrash": svg.triangle}

@@ -1,8 +1,4 @@
-"""Compares two plans, as data and in words.
-
-Covers every field of a plan but its name, date and duration, its trials size by size and its curve at common sizes.
-Does not cover why they differ; but whether the same workload was measured is said first.
-"""
+"""Compares two plans, as data and in words."""
 
 from __future__ import annotations
 
@@ -16,16 +12,14 @@ from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord, RankPlan
 from autobatch.report.breakdown import held_bytes
 
-__all__ = ["diff_plans", "diff_plans_data"]
-
 _WIDTH = 80
 
 
 def diff_plans_data(a: PlanRecord, b: PlanRecord) -> dict[str, Any]:
-    """What differs from ``a`` to ``b``, for JSON: a list of fields, of sizes that were tried, of points of the curve.
+    """Return the differences from ``a`` to ``b`` for JSON: lists of fields, tried sizes and points of the curve.
 
-    Nested fields have their path, such as ``device.name``. A size that was not tried is ``None``; the curve has no
-    points where one plan has none. ``same_workload`` is ``None`` where one has no fingerprint.
+    Nested fields have their path, such as ``device.name``. A size that was not tried is ``None``. The curve has no
+    points if one plan has none, and ``same_workload`` is ``None`` if one has no fingerprint.
     """
     return {
         "same_workload": a.fingerprint == b.fingerprint if a.fingerprint and b.fingerprint else None,
@@ -36,7 +30,7 @@ def diff_plans_data(a: PlanRecord, b: PlanRecord) -> dict[str, Any]:
 
 
 def diff_plans(a: PlanRecord, b: PlanRecord) -> str:
-    """What differs from ``a`` to ``b``, in lines of at most 80 columns; ends without a newline."""
+    """Return the differences from ``a`` to ``b`` in lines of at most 80 columns, without a last newline."""
     data = diff_plans_data(a, b)
     lines = [
         *map(_field_line, data["fields"]),
@@ -54,10 +48,10 @@ _WORKLOADS = {
 }
 
 _WHOLE = {"batch_lists", "batch_dims", "verdict"}
-"""Fields that are compared as one: keys of the first two are the user's, and the third is one sentence."""
+"""Fields that are compared as a whole."""
 
 _NOT_FIELDS = {"trials", "curve", "ranks"} | {"id", "made_at", "seconds", "confirms"}
-"""What is compared in its own way, and what differs between any two plans and says nothing of what was found."""
+"""Fields that are compared in another way, or that differ between any two plans."""
 
 
 def _differences(name: str, a: dict[Any, Any], b: dict[Any, Any]) -> list[dict[str, Any]]:
@@ -74,7 +68,7 @@ def _comparable_fields(plan: PlanRecord) -> dict[str, Any]:
 
 
 def _say_rank(one: RankPlan) -> str:
-    """Without its time and its plan's id, which no two plans have in common."""
+    """Return a rank's text without its time and its plan's id, which always differ."""
     sizes = f"{one.share} = {one.accumulation_steps} x {one.micro_batch_size}"
     peak = f"{format_bytes(one.peak_bytes)} of {format_bytes(one.budget_bytes)}"
     return f"rank {one.rank}: {sizes} on {one.device} of {one.host}, {peak}"
@@ -89,7 +83,7 @@ def _flatten(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _trial_facts(plan: PlanRecord) -> dict[int, dict[str, Any]]:
-    """Of the last attempt at each size. Times are left out: no two are ever the same."""
+    """Return the last attempt at each size, without times, which always differ."""
     return {
         trial.micro_batch_size: {
             "outcome": trial.outcome,

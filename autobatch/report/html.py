@@ -1,9 +1,4 @@
-"""Renders a plan and its runs as HTML: charts, and the same numbers in tables beneath them.
-
-Covers a whole page, the fragment that a notebook shows, and the templates, which predictions use too. Nothing in them
-runs or is fetched, and all that is inserted is escaped unless it is ``Markup``, as only the package's own charts are.
-Does not cover the numbers (``tables``) nor the charts (``charts``).
-"""
+"""Renders a plan and its runs as HTML: charts, and the same numbers in tables beneath them."""
 
 from __future__ import annotations
 
@@ -26,11 +21,8 @@ from autobatch.report.svg import cross, dot, element, polyline, replace_unprinta
 from autobatch.report.tables import breakdown_table, newest, plan_sections, run_sections
 from autobatch.report.text import summarise_plan
 
-__all__ = ["render_fragment", "render_report", "render_template"]
-
-
 _Key = tuple[Markup, str]
-"""A mark in a chart, and what it means."""
+"""A mark in a chart and its meaning."""
 
 
 class _Figure(NamedTuple):
@@ -52,7 +44,7 @@ def render_report(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
 
 
 def render_fragment(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
-    """The same as one element for a page that is there already; its styles reach nothing else, and it has no ids."""
+    """Return the same as one element for another page; its styles reach nothing else, and it has no ids."""
     return _render(plan, runs, "fragment.html")
 
 
@@ -103,7 +95,7 @@ def _environment() -> Environment:
 
 
 def _finalize(value: object) -> object:
-    """What neither HTML nor SVG may hold is replaced; escaping comes after this."""
+    """Replace characters that HTML and SVG must not hold, before escaping."""
     return replace_unprintable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -134,7 +126,7 @@ def _figures(plan: PlanRecord, runs: Sequence[Run]) -> Iterator[_Figure]:
 
 
 def _markup(drawn: str) -> Markup:
-    """A chart: ``svg`` has escaped every text in it."""
+    """Return a chart as markup: ``svg`` has escaped its texts."""
     return Markup(drawn)  # noqa: S704 - see above
 
 
@@ -157,7 +149,7 @@ _KEYS = {
 
 
 def _trial_keys(plan: PlanRecord, others: tuple[str, ...]) -> list[_Key]:
-    """What the marks mean, of those that are there."""
+    """Return the meanings of the marks in the chart."""
     there = {"curve": plan.curve, "budget": plan.budget_bytes, "limit": plan.headroom_bytes, "chosen": True}
     there |= {trial.outcome: True for trial in plan.trials}
     return [_KEYS[name] for name in ("fits", "thrash", "oom", "chosen", *others) if there.get(name)]

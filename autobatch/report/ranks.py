@@ -1,7 +1,4 @@
-"""Shows what each of several ranks runs and did, names the slowest, and says when another share would help.
-
-Covers tables, sentences and a picture.
-"""
+"""Shows what each of several ranks runs and did, names the slowest, and says when another share would help."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from autobatch.planning.shares import find_slowest, seconds_by_speed
 from autobatch.report.sections import UNKNOWN, Cell, Section, Table, ends, known
 from autobatch.report.svg import Frame, Scale, element, label, picture
 
-__all__ = ["advise_ranks", "format_seconds", "rank_chart", "rank_section", "run_rank_section"]
-
 _WORTH_IT = 1.25
 """How many times as long the slowest must take as all would with shares by speed, before these are advised.
 
@@ -26,7 +21,7 @@ which a plan knows no more, to 1.10 in the median of 25 plans and above this in 
 
 
 def rank_section(plan: PlanRecord) -> Section:
-    """What each rank runs, in how much of its memory and time."""
+    """Return a row for each rank: sizes, memory and time in the plan."""
     shown, left_out = ends(plan.ranks, "rank")
     headings = ("rank", "samples", "micro-batches", "peak", "budget", "ms/step", "device")
     notes = _name_slowest([one.seconds for one in plan.ranks], "is")
@@ -42,7 +37,7 @@ def _plan_row(one: RankPlan, *, with_host: bool) -> tuple[Cell, ...]:
 
 
 def run_rank_section(run: Run) -> Section:
-    """What each rank did in a run."""
+    """Return a row for each rank: its totals in a run."""
     shown, left_out = ends([*enumerate(run.ranks)], "rank")
     headings = ("rank", "samples", "micro-batch", "retries", "peak", "ms/step")
     seconds = [_seconds_of_a_step(one) for one in run.ranks]
@@ -64,7 +59,7 @@ def _samples_of_a_step(one: RankTotal) -> int:
 
 
 def advise_ranks(samples: Sequence[int], seconds: Sequence[float]) -> Iterator[str]:
-    """That shares by speed would help, where they would by more than two measurements of equal devices differ."""
+    """Advise shares by speed, if they would save more than two measurements of equal devices differ."""
     together = seconds_by_speed(samples, seconds)
     if together > SHORTEST and max(seconds) > _WORTH_IT * together:
         now, then = format_seconds(max(seconds)), format_seconds(together)
@@ -85,7 +80,7 @@ def _name_slowest(seconds: Sequence[float], verb: str) -> Iterator[str]:
 
 
 def format_seconds(seconds: float) -> str:
-    """In three digits: ``0.04123`` -> ``"41.2 ms"``, from a second on ``"1.20 s"``."""
+    """Format with three digits: ``0.04123`` -> ``"41.2 ms"``, from a second on ``"1.20 s"``."""
     return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
 
 
@@ -96,11 +91,11 @@ def _in_ms(seconds: float) -> Cell:
 _ROW = 42
 _LEFT, _RIGHT = 66, 330
 _MEMORY, _TIME = 12, 9
-"""The heights of the two bars."""
+"""Heights of the two bars."""
 
 
 def rank_chart(plan: PlanRecord) -> str:
-    """A row a rank; empty where there is one rank, or nothing of them was measured."""
+    """Draw a row for each rank; empty with one rank, or without measurements."""
     if not any(one.peak_bytes or one.seconds for one in plan.ranks):
         return ""
     shown, left_out = ends(plan.ranks, "rank")

@@ -1,7 +1,4 @@
-"""Defines what a report consists of: sections with tables, and how their numbers are written.
-
-Covers shapes of data. Does not cover what is shown (``tables``, ``ranks``), nor how text and HTML look.
-"""
+"""Defines what a report consists of: sections with tables, and how their numbers are written."""
 
 from __future__ import annotations
 
@@ -10,14 +7,12 @@ from typing import NamedTuple, TypeVar
 
 from autobatch._formatting import format_bytes, plural
 
-__all__ = ["UNKNOWN", "Bytes", "Cell", "Section", "Table", "ends", "format_cell", "known", "number_columns"]
-
 _T = TypeVar("_T")
 
 UNKNOWN = "-"
 
 _MOST_ROWS = 24
-"""Of a list without an end; half from its beginning, half from its end."""
+"""Most rows of a long list; half from its beginning, half from its end."""
 
 
 class Bytes(int):
@@ -36,7 +31,7 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A heading, and what there is beneath it of these, in this order."""
+    """A heading and the parts beneath it, in this order."""
 
     title: str
     bar: str = ""
@@ -48,14 +43,14 @@ class Section(NamedTuple):
 
 
 def format_cell(cell: Cell) -> str:
-    """As people read it: bytes with a unit, rates with one decimal."""
+    """Format a cell: bytes with a unit, rates with one decimal."""
     if isinstance(cell, Bytes):
         return format_bytes(cell)
     return f"{cell:.1f}" if isinstance(cell, float) else str(cell)
 
 
 def number_columns(table: Table) -> frozenset[int]:
-    """The columns that hold numbers, which stand below each other."""
+    """Return the columns of numbers, which are aligned to the right."""
 
     def is_number(cell: Cell) -> bool:
         return not isinstance(cell, str) or cell == UNKNOWN or cell.endswith("%")
@@ -65,7 +60,7 @@ def number_columns(table: Table) -> frozenset[int]:
 
 
 def ends(items: Sequence[_T], singular: str, several: str | None = None) -> tuple[Sequence[_T], tuple[str, ...]]:
-    """A list's beginning and end, and a sentence on what lies between."""
+    """Return a list's beginning and end, and a sentence about the rest."""
     if len(items) <= _MOST_ROWS:
         return items, ()
     half = _MOST_ROWS // 2
@@ -74,5 +69,5 @@ def ends(items: Sequence[_T], singular: str, several: str | None = None) -> tupl
 
 
 def known(size_bytes: int) -> Cell:
-    """The bytes, or a dash for 0, where they were not measured."""
+    """Return the bytes, or a dash for 0, which means not measured."""
     return Bytes(size_bytes) if size_bytes else UNKNOWN

@@ -1,9 +1,4 @@
-"""Writes scales, axes, marks and lines as SVG text.
-
-Covers escaping, the few shapes that the charts are made of, and the round numbers beside an axis; colours are classes
-(``templates/style.css``). No element has an id, so that any number of charts can be on one page. Does not cover what is
-drawn (``charts``).
-"""
+"""Writes scales, axes, marks and lines as SVG text."""
 
 from __future__ import annotations
 
@@ -13,27 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import markupsafe
-
-__all__ = [
-    "FRAME",
-    "Frame",
-    "Scale",
-    "axes",
-    "band",
-    "byte_ticks",
-    "choose_scale",
-    "count_ticks",
-    "cross",
-    "dot",
-    "element",
-    "escape",
-    "label",
-    "picture",
-    "polyline",
-    "replace_unprintable",
-    "thin_ticks",
-    "triangle",
-]
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 

@@ -1,7 +1,4 @@
-"""Says what a plan's report shows, and of its runs: the sections and tables that text and HTML have in common.
-
-Covers which numbers are shown, in which order, and how many rows of long lists. Does not cover how a table looks.
-"""
+"""Says what a plan's report shows, and of its runs: the sections and tables that text and HTML have in common."""
 
 from __future__ import annotations
 
@@ -19,14 +16,12 @@ from autobatch.report.breakdown import chosen_trial, draw_bar, memory_parts
 from autobatch.report.ranks import rank_section, run_rank_section
 from autobatch.report.sections import UNKNOWN, Bytes, Cell, Section, Table, ends, known
 
-__all__ = ["breakdown_table", "newest", "plan_sections", "run_sections"]
-
 _MOST_RUNS = 4
-"""Shown one by one, with their steps: the newest."""
+"""Number of the newest runs that are shown with their steps."""
 
 
 def plan_sections(plan: PlanRecord) -> Iterator[Section]:
-    """What is known about a plan."""
+    """Yield the sections about a plan."""
     size = plan.micro_batch_size
     yield Section("The plan", table=_facts_table(plan))
     if plan.lengths:
@@ -50,7 +45,7 @@ def plan_sections(plan: PlanRecord) -> Iterator[Section]:
 
 
 def run_sections(runs: Sequence[Run]) -> Iterator[Section]:
-    """All runs in one table, and the newest with their steps and setbacks."""
+    """Yield a table of all runs, and the newest runs with their steps and setbacks."""
     if runs:
         yield Section("Runs", table=_run_table(runs))
     for run in newest(runs):
@@ -63,12 +58,12 @@ def run_sections(runs: Sequence[Run]) -> Iterator[Section]:
 
 
 def newest(runs: Sequence[Run]) -> Sequence[Run]:
-    """The runs that are shown one by one."""
+    """Return the runs that are shown one by one."""
     return runs[-_MOST_RUNS:]
 
 
 def _format_time(seconds: float) -> str:
-    """``2026-11-21 19:01 UTC`` from seconds since 1970; empty where that is not noted or no date."""
+    """Format seconds since 1970 as ``2026-11-21 19:01 UTC``; empty if unknown or out of range."""
     if seconds <= 0:
         return ""
     try:
@@ -142,7 +137,7 @@ def _trial_table(plan: PlanRecord) -> Table:
 
 
 def _describe_epoch(plan: PlanRecord) -> tuple[str, ...]:
-    """How long all samples of the dataset take at the measured rate, where both are known."""
+    """Return the time for all samples of the dataset at the measured rate, if both are known."""
     trial = chosen_trial(plan)
     rate = trial.samples_per_second if trial else 0.0
     if not plan.dataset_samples or not rate:
@@ -159,7 +154,7 @@ def _spell_time(seconds: float) -> str:
 
 
 def breakdown_table(plan: PlanRecord) -> Table:
-    """The parts of the budget, each with its symbol in a bar of text."""
+    """Return the parts of the budget, each with its symbol in a bar of text."""
     parts = memory_parts(plan)
     total = sum(part.size_bytes for part in parts)
     rows = ((part.symbol, Bytes(part.size_bytes), f"{part.size_bytes / total:.1%}", part.about) for part in parts)
@@ -181,7 +176,7 @@ def _run_table(runs: Sequence[Run]) -> Table:
     shown, left_out = ends(runs, "run")
     ended = (f"Run {run.id} ended: {run.reason}" for run in shown if run.reason)
     silent = (  # a run that was killed could not say so
-        f"Run {run.id} was last heard of at {_format_time(run.last_seen_at)}; what it did since then is not known."
+        f"Run {run.id} was last written at {_format_time(run.last_seen_at)}; later steps are unknown."
         for run in shown
         if run.outcome == "running"
     )

@@ -1,7 +1,4 @@
-"""Renders a plan as text: in one line, in full, and with its runs.
-
-Covers words and tables in 80 to 120 columns. Every number shown is in the plan, or in the runs.
-"""
+"""Renders a plan as text: in one line, in full, and with its runs."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from autobatch.planning.plan_record import PlanRecord
 from autobatch.report.sections import Section, Table, format_cell, number_columns
 from autobatch.report.tables import plan_sections, run_sections
 
-__all__ = ["describe_division", "explain_plan", "show_plan", "summarise_plan"]
-
 _WIDTH = 80
 
 
@@ -28,9 +23,9 @@ def summarise_plan(plan: PlanRecord) -> str:
 
 
 def describe_division(plan: PlanRecord) -> str:
-    """``256 = 6 x 43 (two of 42)``, or ``rank 1 of 4: 64 of 256 = 2 x 32``.
+    """Return ``256 = 6 x 43 (two of 42)``, or ``rank 1 of 4: 64 of 256 = 2 x 32``.
 
-    Of samples with lengths: ``64 by length, 2 of length 1024 to 64 of at most 32 together``.
+    With lengths it is ``64 by length, 2 of length 1024 to 64 of at most 32 together``.
     """
     share: int | str = sum(plan.micro_batch_sizes)
     sizes = Counter(plan.micro_batch_sizes)
@@ -49,13 +44,13 @@ def describe_division(plan: PlanRecord) -> str:
 
 
 def explain_plan(plan: PlanRecord) -> str:
-    """All that is known about a plan, in sections; ends without a newline."""
+    """Return all about a plan in sections, without a last newline."""
     _, *sections = plan_sections(plan)  # the first has what the line above them says
     return "\n".join([summarise_plan(plan), *_show_sections(sections)])
 
 
 def show_plan(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
-    """What the HTML report shows, as text of at most 80 columns; ``runs`` are the plan's, oldest first."""
+    """Return the HTML report's content as text of at most 80 columns; ``runs`` are the plan's, oldest first."""
     lines = [summarise_plan(plan), *_show_sections([*plan_sections(plan), *run_sections(runs)])]
     return "\n".join(part for line in lines for part in _wrap(line))
 
@@ -78,7 +73,7 @@ def _show_sections(sections: Iterable[Section]) -> Iterator[str]:
 
 
 def _show_table(table: Table | None) -> Iterator[str]:
-    """Columns as wide as they must be, numbers to the right; a last column of words goes on below itself."""
+    """Yield the lines of a table, with numbers to the right; a long last column wraps."""
     if table is None:
         return
     gap = 3 if len(table.headings) < 4 else 2
@@ -100,6 +95,6 @@ def _show_table(table: Table | None) -> Iterator[str]:
 
 
 def _wrap(line: str) -> list[str]:
-    """The line, or the lines that it needs in 80 columns, each as far in as the first."""
+    """Return the lines that a line needs in 80 columns, with the indent of the first."""
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.wrap(line, _WIDTH, subsequent_indent=f"{indent}  ", break_on_hyphens=False) or [""]
