@@ -161,6 +161,7 @@ class _RunFile:
     def _write(self) -> None:
         """Append what the file does not have yet; the last range is written again for as long as it grows."""
         if os.getpid() != self._pid:
+            self._is_over = True  # in a forked child, whose parent has the run
             return
         began = time.monotonic()
         self._add_steps()
