@@ -14,8 +14,7 @@ back as soon as it may.
    that ran and the smallest that failed.
 5. The size that runs during a wait becomes smaller only if it fails in two steps in a row. After ``CLEAN_STEPS`` clean
    steps it gives way to the size halfway to the smallest that failed. If that fails in its first step, the size before
-   is back. A size that fails in one step and runs in the next shows that sizes fail by chance: then all sizes up to the
-   plan's are open again.
+   is back. Sizes that fail in one step and run in the next fail by chance: then all sizes are open again.
 6. If the allocator thrashes in two steps in a row, the next smaller size runs for ``CLEAN_STEPS``; then rule 4 holds.
 
 A step is clean if nothing failed or thrashed and its largest micro-batch was large enough to prove something.

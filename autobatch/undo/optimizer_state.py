@@ -7,62 +7,49 @@ first gradients. SGD's momentum is a copy of the first gradient, so SGD makes it
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
-from itertools import chain
-from operator import is_, itemgetter
+from functools import cache
 from typing import Any
 
 import torch
 
 from autobatch._wrappers import SeveralOptimizers, members_of, state_of
 
-_PARAMS = itemgetter("params")
-
-__all__ = ["count_state", "forget_state", "is_making_state", "make_state"]
-
 
 def make_state(optimizer: Any) -> list[torch.Tensor]:
     """Let the optimizer make the entries that its next step would begin with: zeros, and a step count of 0.
 
-    It is what each of torch's optimizers does first in ``step`` (``_init_group`` in ``torch/optim/*.py``). Nothing is
+    Each of torch's optimizers does this first in ``step`` (``_init_group`` in ``torch/optim/*.py``). Nothing is
     counted, so the step that follows is the first one, bit for bit.
 
     Returns:
         The parameters that had no entry before; to undo, pass them to ``forget_state``.
     """
-    if type(optimizer) is SeveralOptimizers:
-        return _make_states(optimizer)
-    if not _makes_state_first(type(optimizer)):  # type: ignore[arg-type]  # mypy: a type is not hashable
-        return []
-    state, held = optimizer.state, [*chain.from_iterable(map(_PARAMS, optimizer.param_groups))]
-    if len(held) == len(state) and all(map(is_, held, state)):  # each parameter has its entry: nearly always
-        return []
-    new = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in state]
-    if not new:
-        return []
-    lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # noqa: SLF001 - no public equivalent
-    try:
-        with torch.no_grad():
-            for group in optimizer.param_groups:
-                optimizer._init_group(group, *([] for _ in range(lists)))  # noqa: SLF001 - no public equivalent
-        return new
-    except BaseException:
-        forget_state(optimizer, new)
-        raise
-
-
-def _make_states(optimizer: SeveralOptimizers) -> list[torch.Tensor]:
     made: list[torch.Tensor] = []
     try:
-        for member in optimizer.members:
-            made += make_state(member)
+        for member in members_of(optimizer):
+            if not _makes_state_first(type(member)):  # type: ignore[arg-type]  # mypy: a type is not hashable
+                continue
+            state, held = member.state, [p for group in member.param_groups for p in group["params"]]
+            if len(held) == len(state) and all(p is key for p, key in zip(held, state, strict=True)):
+                continue  # each parameter has its entry, as in most steps; to look each up takes ten times as long
+            new = [p for p in held if p.grad is not None and p not in state]
+            made += new
+            if new:
+                _make_entries(member)
     except BaseException:
         forget_state(optimizer, made)
         raise
     return made
 
 
-@lru_cache(maxsize=64)
+@torch.no_grad()
+def _make_entries(optimizer: torch.optim.Optimizer) -> None:
+    lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # type: ignore[attr-defined]  # noqa: SLF001 - no public equivalent
+    for group in optimizer.param_groups:
+        optimizer._init_group(group, *([] for _ in range(lists)))  # type: ignore[attr-defined]  # noqa: SLF001 - no public equivalent
+
+
+@cache
 def _makes_state_first(kind: type) -> bool:
     is_of_torch = f"{kind.__module__}.".startswith("torch.optim.") and hasattr(kind, "_init_group")
     return is_of_torch and not issubclass(kind, torch.optim.SGD)  # whose momentum is made by the step itself

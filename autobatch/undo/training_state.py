@@ -138,7 +138,7 @@ class TrainingState:
             self.drop()
 
     def drop(self) -> None:
-        """Drop the record. Everything stays as it is now."""
+        """Drop the record without restoring it."""
         self._of_model = self._of_optimizer = self._of_others = self._of_gradients = ModuleState([])
         self._gradients, self._unhooked, self._optimizer = [], [], None
         self._values.close()

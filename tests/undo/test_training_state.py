@@ -534,6 +534,21 @@ def test_an_optimizer_kept_by_the_model_is_the_optimizer_s():
     assert len(optimizer.state) == 0
 
 
+def test_an_optimizer_with_very_many_parameters_comes_back():
+    """A record looks into no container of more than 1,000 entries, but a large model's optimizer state has more."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(1001)])
+    optimizer = ByHand(model.parameters())
+    for parameter in model:
+        optimizer.state[parameter] = {"count": 1, "mean": torch.zeros(2)}
+    before = bits_of(model, optimizer)
+    with remember(model, optimizer):
+        for parameter in model:
+            parameter.data.zero_()
+            optimizer.state[parameter]["count"] += 1
+            optimizer.state[parameter]["mean"].add_(1)
+    assert not differences(bits_of(model, optimizer), before)
+
+
 def test_nothing_stays_in_memory_or_on_disk(tmp_path, monkeypatch):
     """Copies, the optimizer's fresh state and the gradients of the block are gone without a garbage collection."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
