@@ -1,9 +1,4 @@
-"""What every test starts from and must leave as it was.
-
-Covers the random order's seed, threads, hypothesis's settings, the skips of what this machine or this torch cannot run,
-and a check that nothing global is left changed. Does not cover models, steps or devices: those are made where they are
-used.
-"""
+"""What every test starts from and must leave as it was."""
 
 from __future__ import annotations
 

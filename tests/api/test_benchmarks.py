@@ -1,7 +1,4 @@
-"""The benchmarks in a tiny configuration: they measure what they say, and the page shows it.
-
-Covers each module without peers. Does not cover the numbers themselves, which are the machine's.
-"""
+"""The benchmarks in a tiny configuration: they measure what they say, and the page shows it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The site: what its pages run and print, what they link to, and whether every error is explained.
 
-Covers docs/ but for ARCHITECTURE.md, which ``test_readme`` looks at, and the building of the site. Does not cover what
-the pages claim in words, nor addresses outside the repository.
-
 A block of Python is run unless a comment above it says why not; ``file`` writes it to a file instead. A ``console``
 block's commands are run after the page's Python, in the same folder. ``differs`` compares with all numbers masked,
 ``shown`` does not compare.

@@ -1,8 +1,4 @@
-"""The examples, run as a stranger runs them: they end well, and what they show is what they claim.
-
-Covers the closing lines, read as numbers, the retry on the way, and what text.py says of its loss.
-Does not cover how fast they are.
-"""
+"""The examples, run as a stranger runs them: they end well, and what they show is what they claim."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The public surface: names, signatures, and how the pages call them.
-
-Covers ``autobatch.__all__``, the arguments of ``fit``, ``predict``, ``verify`` and ``Runner``, and every call of these
-four in README.md, docs/, examples/ and benchmarks/. Does not cover what they do. ``typed_usage.py`` beside this file
-uses the same names as a user's typed code does; ``make lint`` checks it with ``mypy --strict``.
-"""
+"""The public surface: names, signatures, and how the pages call them."""
 
 from __future__ import annotations
 

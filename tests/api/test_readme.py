@@ -1,8 +1,4 @@
-"""The pages that newcomers read first: what they show runs and prints that, and what they name exists.
-
-Covers README.md, the first screen of docs/index.md, docs/contract.md, docs/comparison.md, docs/ARCHITECTURE.md,
-CONTRIBUTING.md and their pictures. Does not cover what the pages claim in words, nor addresses outside the repository.
-"""
+"""The pages that newcomers read first: what they show runs and prints that, and what they name exists."""
 
 from __future__ import annotations
 

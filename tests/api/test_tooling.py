@@ -1,7 +1,4 @@
-"""The commands of a checkout: ``make quick``, ``make lint``, the hooks of a commit, and the picture of the packages.
-
-Covers that they agree with each other and with the package. Does not cover what the commands find.
-"""
+"""The commands of a checkout: ``make quick``, ``make lint``, the hooks of a commit, and the picture of the packages."""
 
 from __future__ import annotations
 

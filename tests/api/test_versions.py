@@ -1,7 +1,4 @@
-"""What `make test-oldest` and `make test-pythons` run with is what the metadata and the page of versions name.
-
-Covers the pins, the interpreters and the table. Does not cover what those runs find.
-"""
+"""What `make test-oldest` and `make test-pythons` run with is what the metadata and the page of versions name."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Memory that ends at every operation of a training step, and what must then be true.
-
-Covers the trainings that are tried (each with something that a careless retry gets wrong), the outcome of one fault,
-and the judgement: a step that was committed is, bit for bit, the step that used the committed micro-batches from the
-start; a step that was not has left everything as it was. Does not cover real devices: the errors are planned.
-"""
+"""Memory that ends at every operation of a training step, and what must then be true."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Runs a program as ``python -u program.py`` does, in a process that was forked with torch and autobatch imported.
-
-Covers its environment, folder, output and end, and a limit of time. An interpreter that starts takes three seconds for
-those imports, most of what a short program takes. Does not cover what imports do (``subprocess`` in the tests of that).
-"""
+"""Runs a program as ``python -u program.py`` does, in a process that was forked with torch and autobatch imported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Runs commands that start processes of their own, such as torchrun, and leaves none of these behind.
-
-Covers their output, their end and a limit of time. Does not cover ranks that a test starts itself (``ranks``).
-"""
+"""Runs commands that start processes of their own, such as torchrun, and leaves none of these behind."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Lightning modules with metrics, hooks and every kind of logged value, and what a training of one leaves behind.
-
-Covers both package names, of which a process may train under one or both. Nothing is downloaded.
-"""
+"""Lightning modules with metrics, hooks and every kind of logged value, and what a training of one leaves behind."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""``read_process_state``: what belongs to the whole process, or to this thread, and could be left changed.
-
-Covers torch's modes, switches and the functions that ``exactness`` and ``prediction`` replace for a while, Python's
-garbage collector, signal handlers and our logger. Does not cover random generators, which tests draw from.
-"""
+"""``read_process_state``: what belongs to the whole process, or to this thread, and could be left changed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Memory that ends at every operation of a step on each of several ranks, and what must then be true on all of them.
-
-Covers the trainings of ``faults`` whose models DistributedDataParallel takes and whose gradients are dense. Runs inside
-the ranks: every function here is collective.
-"""
+"""Memory that ends at every operation of a step on each of several ranks, and what must then be true on all of them."""
 
 from __future__ import annotations
 

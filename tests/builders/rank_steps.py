@@ -1,7 +1,4 @@
-"""Steps of a rank of DDP and of FSDP2 for real, and what is predicted of them: nets, training and peaks.
-
-Covers a rank's part of two optimizer steps of two micro-batches each. Does not cover where that is measured.
-"""
+"""Steps of a rank of DDP and of FSDP2 for real, and what is predicted of them: nets, training and peaks."""
 
 from __future__ import annotations
 

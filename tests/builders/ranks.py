@@ -1,7 +1,4 @@
-"""Runs a function on several ranks: processes of their own that are joined by gloo on loopback, within a time limit.
-
-Covers their results, errors and ends. Does not cover what launchers such as torchrun do.
-"""
+"""Runs a function on several ranks: processes of their own that are joined by gloo on loopback, within a time limit."""
 
 from __future__ import annotations
 

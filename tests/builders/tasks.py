@@ -1,8 +1,4 @@
-"""A Trainer whose batches are of several tasks, each with a loss of its own, in an order that is given.
-
-Covers points of tasks that are told by a text: a mean, a sum, a mean to which some points add nothing, and one that
-compares samples. Everything is in float64.
-"""
+"""A Trainer whose batches are of several tasks, each with a loss of its own, in an order that is given."""
 
 from __future__ import annotations
 

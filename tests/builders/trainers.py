@@ -1,8 +1,4 @@
-"""Hugging Face Trainers with random weights on real text: the sources of Python's standard library.
-
-Covers models, datasets of texts of unequal length, arguments, and what a training leaves behind, so that one with
-autobatch can be compared with the Trainer's own whole batches. Nothing is downloaded.
-"""
+"""Hugging Face Trainers with random weights on real text: the sources of Python's standard library."""
 
 from __future__ import annotations
 

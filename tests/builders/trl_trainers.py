@@ -1,7 +1,4 @@
-"""Trainers of TRL and sentence-transformers with random weights on real text, and a tokenizer made here.
-
-Covers what these libraries add to ``trainers``: their Trainers' data and a tokenizer. Nothing is downloaded.
-"""
+"""Trainers of TRL and sentence-transformers with random weights on real text, and a tokenizer made here."""
 
 from __future__ import annotations
 

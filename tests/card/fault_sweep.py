@@ -1,9 +1,4 @@
-"""Lets memory end at each place of a training step where torch's own allocator, or a launch, can meet the end of it.
-
-Covers what fails, the cases, and the sweep of one of them, which needs a process of its own: the allocator is chosen
-before torch starts. Each step is judged as ``faults`` judges: bit for bit the step that used the committed
-micro-batches from the start, or undone, or it says that it cannot be. Does not cover cases whose step names the CPU.
-"""
+"""Lets memory end at each place of a training step where torch's own allocator, or a launch, can meet the end of it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a test may ask of the stand-in card while it runs: other tenants, planned failures, counts.
-
-Covers a process that was started with ``tests/card/run``; in any other one only ``is_loaded`` may be called. Does not
-cover the card's model, size and number, which the environment says before the process starts (README.md).
-"""
+"""What a test may ask of the stand-in card while it runs: other tenants, planned failures, counts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Budgets under the settings of torch's allocator that change what a limit means: each is read when torch starts.
-
-Covers expandable segments and no caching. Does not cover ``backend:cudaMallocAsync``, whose pools have no statistics on
-the stand-in card.
-"""
+"""Budgets under the settings of torch's allocator that change what a limit means: each is read when torch starts."""
 
 from __future__ import annotations
 

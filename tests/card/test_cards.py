@@ -1,8 +1,4 @@
-"""Plans and steps on several models of cards, with fixed and expandable segments, beside other processes.
-
-Covers a process that comes before a fit, between steps and inside a step, one that goes again, and a second card. Does
-not cover how fast a card is, nor what a process takes outside the allocator: README.md has what is not true here.
-"""
+"""Plans and steps on several models of cards, with fixed and expandable segments, beside other processes."""
 
 from __future__ import annotations
 

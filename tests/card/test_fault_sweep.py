@@ -1,8 +1,4 @@
-"""The proof on torch's own allocator: memory may end at each allocation and each launch, and no step is a wrong one.
-
-Covers each allocation, each segment of a caching allocator, fixed and expandable, and each launch. Does not cover a
-shortage that a card reports late, after the launch: here nothing is asynchronous.
-"""
+"""The proof on torch's own allocator: memory may end at each allocation and each launch, and no step is a wrong one."""
 
 from __future__ import annotations
 

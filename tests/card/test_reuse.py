@@ -1,7 +1,4 @@
-"""A plan from an earlier run that its trial refutes: what comes after it is a search like any other.
-
-Covers the search's expectation, which a trace in a child process gives. Does not cover which plans are remembered.
-"""
+"""A plan from an earlier run that its trial refutes: what comes after it is a search like any other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The examples of other engines, started as a user starts them: each ends on the weights of the torchrun script.
-
-Covers the released libraries, which ``make test-engines`` installs, on two processes of a CPU. What is not installed is
-skipped, with the reason. Nothing of theirs is imported here: their warnings are no errors of ours.
-"""
+"""The examples of other engines, started as a user starts them: each ends on the weights of the torchrun script."""
 
 from __future__ import annotations
 

@@ -64,143 +64,111 @@ MAPPED = MapFinished(
 )
 
 EVENTS = [
-    pytest.param(
-        StageBegan(stage="tracing the step at 67 samples"), logging.DEBUG, "tracing the step at 67 samples", id="stage"
-    ),
+    pytest.param(StageBegan(stage="tracing the step at 67 samples"), logging.DEBUG, ["67"], id="stage"),
     pytest.param(
         TrialFinished(trial=TRIAL, limit_bytes=20 * GIB),
         logging.DEBUG,
-        "trial of 43 samples: fits, peak 18.0 GiB of 20.0 GiB, 0.32 s",
+        ["43", "18.0 GiB", "20.0 GiB", "0.32 s"],
         id="trial",
     ),
     pytest.param(
         TrialFinished(trial=Trial(micro_batch_size=1, outcome="oom", seconds=0.1), limit_bytes=0),
         logging.DEBUG,
-        "trial of 1 sample: oom, 0.10 s",
+        ["1", "0.10 s"],
         id="trial where memory cannot be measured",
     ),
-    pytest.param(PlanMade(summary="256 = 6 x 43"), logging.INFO, "256 = 6 x 43", id="plan"),
-    pytest.param(
-        PlanRecalled(plan_id="5f3a", micro_batch_size=43),
-        logging.INFO,
-        "plan 5f3a of an earlier run is for this step: one trial of 43 samples has to confirm it",
-        id="remembered plan",
-    ),
+    pytest.param(PlanMade(summary="256 = 6 x 43"), logging.INFO, ["256", "43"], id="plan"),
+    pytest.param(PlanRecalled(plan_id="5f3a", micro_batch_size=43), logging.INFO, ["5f3a", "43"], id="remembered plan"),
     pytest.param(
         PlanRefused(plan_id="5f3a", reason="43 samples ran out of memory this time"),
         logging.INFO,
-        "plan 5f3a of an earlier run is not reused: 43 samples ran out of memory this time; searching again",
+        ["5f3a", "43"],
         id="remembered plan that does not serve",
     ),
     pytest.param(
-        RETRIED,
-        logging.WARNING,
-        "step 120 ran out of memory at 43 samples and runs again with at most 22; "
-        "3.0 GiB of 8.0 GiB held by others and us after clean-up; OutOfMemoryError: CUDA out of memory.",
-        id="retry",
+        RETRIED, logging.WARNING, ["120", "43", "22", "3.0 GiB", "8.0 GiB", "OutOfMemoryError", "CUDA"], id="retry"
     ),
     pytest.param(
         BatchDiffers(step=3, samples=200, planned=256),
         logging.WARNING,
-        "step 3 was given 200 samples, planned 256: use runner.run(loader), or batch_size=256",
+        ["3", "200", "256", "batch_size=256"],
         id="batch of another size",
     ),
     pytest.param(
         SteppedTwice(step=1, names=("StepLR", "Adam"), calls=("scheduler.step()", "optimizer.step()")),
         logging.WARNING,
-        "StepLR and Adam moved between two steps of the Runner, which steps what it was given: remove "
-        "scheduler.step() and optimizer.step() from the loop",
+        ["StepLR", "Adam", "Runner", "scheduler.step()", "optimizer.step()"],
         id="stepped twice",
     ),
     pytest.param(
         PlanDiffers(plan_id="5f3a", differences=("the optimizer was AdamW, and now is SGD",)),
         logging.WARNING,
-        "plan 5f3a is not of this training: the optimizer was AdamW, and now is SGD; its sizes may not fit, "
-        "so run fit() again",
+        ["5f3a", "AdamW", "SGD", "fit()"],
         id="another optimizer",
     ),
     pytest.param(
         SizeChanged(step=9, old_size=86, new_size=43, reason="less is free"),
         logging.WARNING,
-        "from step 9 on at most 43 samples in a micro-batch, before 86: less memory is free than that size needs",
+        ["9", "43", "86"],
         id="smaller between two steps",
     ),
     pytest.param(
         SizeChanged(step=30, old_size=43, new_size=52, reason="grown back"),
         logging.INFO,
-        "from step 30 on at most 52 samples in a micro-batch, before 43: the last steps had no trouble and "
-        "enough memory is free",
+        ["30", "52", "43"],
         id="grown back",
     ),
-    pytest.param(
-        StepSkipped(step=4, samples=8),
-        logging.WARNING,
-        "step 4 was skipped: nothing counts in its 8 samples, so it has no mean; parameters, optimizer "
-        "and scheduler did not change",
-        id="skipped",
-    ),
+    pytest.param(StepSkipped(step=4, samples=8), logging.WARNING, ["4", "8"], id="skipped"),
     pytest.param(
         GradientsFound(step=2),
         logging.WARNING,
-        "step 2 began with gradients from before, which are part of its update; if they were used already, "
-        "call optimizer.zero_grad() before runner.step()",
+        ["2", "optimizer.zero_grad()", "runner.step()"],
         id="gradients from before",
     ),
     pytest.param(
         StepFailed(step=4, reason="DoesNotFit: no room for one sample", out_of_memory=True),
         logging.DEBUG,
-        "step 4 failed: DoesNotFit: no room for one sample",
+        ["4", "DoesNotFit"],
         id="failed step",
     ),
-    pytest.param(
-        FINISHED,
-        logging.DEBUG,
-        "step 7: 3 micro-batches of at most 86, 1 retry, peak 5.0 GiB",
-        id="step",
-    ),
+    pytest.param(FINISHED, logging.DEBUG, ["7", "3", "86", "1", "5.0 GiB"], id="step"),
     pytest.param(
         StepFinished(step=0, micro_batch_sizes=(4,), retries=0, peak_bytes=512, seconds=0.0),
         logging.DEBUG,
-        "step 0: 1 micro-batch of at most 4, 0 retries, peak 512 bytes",
+        ["0", "1", "4", "512"],
         id="step in one piece",
     ),
     pytest.param(
         FINISHED.model_copy(update={"rank": 1, "world_size": 2, "ranks": RANKS}),
         logging.DEBUG,
-        "rank 1 of 2: step 7: 3 micro-batches of at most 86, 1 retry, peak 5.0 GiB; the slowest rank was 0 "
-        "with 0.500 s of its own work",
+        ["1", "2", "7", "3", "86", "5.0 GiB", "0.500 s"],
         id="step of several ranks",
     ),
     pytest.param(
         BatchDiffers(step=3, samples=200, planned=32, target_batch=256, can_run=False, rank=3, world_size=8),
         logging.WARNING,
-        "rank 3 of 8: step 3 was given 200 samples, planned 32, this rank's share of target_batch=256: use "
-        "batch_size=32",
+        ["3", "8", "200", "32", "target_batch=256", "batch_size=32"],
         id="one of several ranks",
     ),
     pytest.param(
         PieceFinished(samples=8, samples_done=10, peak_bytes=GIB, budget_bytes=2 * GIB, seconds=0.126),
         logging.DEBUG,
-        "map: 8 samples, 10 done, peak 1.0 GiB of 2.0 GiB, 0.13 s",
+        ["8", "10", "1.0 GiB", "2.0 GiB", "0.13 s"],
         id="piece",
     ),
     pytest.param(
         PieceRetried(samples=64, used_bytes=GIB, budget_bytes=2 * GIB, reason="OutOfMemoryError: CUDA out of memory."),
         logging.WARNING,
-        "map ran out of memory at 64 samples, which are run again in smaller pieces; 1.0 GiB of 2.0 GiB "
-        "held after clean-up; OutOfMemoryError: CUDA out of memory.",
+        ["64", "1.0 GiB", "2.0 GiB", "OutOfMemoryError", "CUDA"],
         id="retried piece",
     ),
     pytest.param(
-        MAPPED,
-        logging.INFO,
-        "map: 3000 samples in 13 pieces of 2 to 287 on NVIDIA L4; peak 1.0 GiB of 2.0 GiB; 0 out of memory, 2.0 s",
-        id="map",
+        MAPPED, logging.INFO, ["3000", "13", "2", "287", "NVIDIA", "L4", "1.0 GiB", "2.0 GiB", "2.0 s"], id="map"
     ),
     pytest.param(
         MAPPED.model_copy(update={"samples": 0, "pieces": 0, "smallest": 0, "largest": 0, "peak_bytes": 0}),
         logging.INFO,
-        "map: 0 samples in 0 pieces on NVIDIA L4; 0 out of memory, 2.0 s",
+        ["0", "NVIDIA", "L4", "2.0 s"],
         id="map of nothing",
     ),
 ]
@@ -217,12 +185,16 @@ def test_the_table_above_has_every_event() -> None:
     assert {type(case.values[0]) for case in EVENTS} == _types_of_events()
 
 
-@pytest.mark.parametrize(("event", "level", "line"), EVENTS)
-def test_each_event_is_one_log_line(event: Event, level: int, line: str, caplog: pytest.LogCaptureFixture) -> None:
-    """One event costs one line on logger ``autobatch``, at its own level."""
+@pytest.mark.parametrize(("event", "level", "names"), EVENTS)
+def test_each_event_is_one_log_line(
+    event: Event, level: int, names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One event costs one line on logger ``autobatch``, at its own level, with its numbers in it."""
     with caplog.at_level(logging.DEBUG, logger="autobatch"):
         emit(event)
-    assert caplog.record_tuples == [("autobatch", level, line)]
+    ((logger, logged, line),) = caplog.record_tuples
+    assert (logger, logged) == ("autobatch", level)
+    assert [name for name in names if name not in line] == []
     assert "\n" not in line
 
 

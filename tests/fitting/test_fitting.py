@@ -26,7 +26,7 @@ from workloads import (
 )
 
 import autobatch
-from autobatch.errors import DoesNotFit, InvalidArgument, NeedsBatch
+from autobatch.errors import DoesNotFit, NeedsBatch
 from autobatch.memory.cpu import CpuDevice
 from autobatch.records import Tenant
 from autobatch.step.workload import Workload
@@ -380,37 +380,6 @@ def test_a_process_without_a_stderr_fits(monkeypatch):
     """A daemon has none, and ``progress`` is the default."""
     monkeypatch.setattr("sys.stderr", None)
     assert fit_fake(lambda n: 100 + n, 180, 256)[0].trials
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"target_batch": 0}, InvalidArgument, "target_batch=0"),
-        ({"target_batch": 2.5}, InvalidArgument, "target_batch=2.5"),
-        ({"max_micro_batch": 0}, InvalidArgument, "max_micro_batch=0"),
-        ({"objective": "speed"}, InvalidArgument, "objective='speed'"),
-        ({"check": "panic"}, InvalidArgument, "check='panic'"),
-        ({"budget": "lots"}, InvalidArgument, "budget='lots'"),
-        ({"budget": -5}, InvalidArgument, "budget=-5"),
-        ({"headroom": 1.5}, InvalidArgument, "headroom=1.5"),
-        ({"device": "cuda"}, InvalidArgument, "the model is on cpu"),
-        ({"batch": {"x": torch.zeros(8, 6), "y": torch.zeros(7)}}, InvalidArgument, r'batch\["x"\] has 8'),
-        ({"batch": (torch.zeros(0, 6), torch.zeros(0))}, InvalidArgument, "0 samples"),
-        ({"model": nn.Identity()}, InvalidArgument, "has no parameters"),
-        ({"model": nn.Linear(6, 4, device="meta")}, InvalidArgument, "meta device"),
-    ],
-)
-def test_bad_arguments_are_named(options, error, message):
-    """What cannot mean anything is refused with the user's own input in the message."""
-    arguments = {
-        "model": Plain(torch.float32),
-        "target_batch": 16,
-        "batch": make_batch(4),
-        "step": mean_step,
-        **options,
-    }
-    with pytest.raises(error, match=message):
-        autobatch.fit(arguments.pop("model"), arguments.pop("target_batch"), **arguments)
 
 
 def test_a_budget_above_what_is_there_is_cut_and_said():

@@ -1,7 +1,4 @@
-"""``map`` on a real card: torch's allocator enforces the budget, and results may stay on the card.
-
-Covers pieces in a budget of a few hundred MiB, samples and results on the host or on the card, and a planned shortage.
-"""
+"""``map`` on a real card: torch's allocator enforces the budget, and results may stay on the card."""
 
 from __future__ import annotations
 

@@ -296,18 +296,6 @@ def test_nothing_is_imported_before_it_is_used():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
 
 
-def test_a_hook_that_always_fails_is_logged_once(caplog):
-    """With its traceback; a tracker that is away for a night must not fill the disk with them."""
-
-    def away(event):
-        raise ConnectionError("no route to the tracker")
-
-    train(away, steps=4)
-    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert record.exc_info is not None
-    assert "its further failures are not logged" in record.message
-
-
 @pytest.mark.parametrize("wrong", [[5], [[]], "abc", 5, [None]], ids=str)
 def test_what_cannot_be_called_is_no_hook(wrong):
     """Found before the first step."""

@@ -1,8 +1,4 @@
-"""Real budgets on the CPU: few calls, none out of memory, results counted in.
-
-Covers the counts that the pages promise, results that stay on the device, and generation, whose memory grows with the
-text. Does not cover a card (``tests/gpu``).
-"""
+"""Real budgets on the CPU: few calls, none out of memory, results counted in."""
 
 from __future__ import annotations
 

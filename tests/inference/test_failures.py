@@ -1,8 +1,4 @@
-"""Memory that ends, items that are bad, and interrupts: nothing is wrong, nothing is lost, nothing is counted twice.
-
-Covers planned and real shortages at every operation, the user's errors, and results that are refused. Does not cover
-how sizes are chosen (``tests/planning/test_piece_size.py``).
-"""
+"""Memory that ends, items that are bad, and interrupts: nothing is wrong, nothing is lost, nothing is counted twice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""``map`` gives what the function would have given for all samples at once, in their order.
-
-Covers kinds of input and of results, lengths, modes, gradients, generators, and what is read when. Does not cover
-shortages and errors (``test_failures``), nor budgets (``test_budgets``).
-"""
+"""``map`` gives what the function would have given for all samples at once, in their order."""
 
 from __future__ import annotations
 

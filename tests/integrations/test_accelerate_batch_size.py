@@ -1,7 +1,4 @@
-"""The decorator that finds a batch size, beside accelerate's own, with accelerate's prepared objects.
-
-Covers CPU budgets, a substitute for a device, and what is put back between calls. Nothing here needs a GPU.
-"""
+"""The decorator that finds a batch size, beside accelerate's own, with accelerate's prepared objects."""
 
 from __future__ import annotations
 

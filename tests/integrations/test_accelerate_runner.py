@@ -1,7 +1,4 @@
-"""A Runner with what ``accelerator.prepare`` returns, beside accelerate's own loop with whole batches.
-
-Covers model, optimizers, scheduler, scaler, autocast and clipping in one process; ``tests/engines`` has two.
-"""
+"""A Runner with what ``accelerator.prepare`` returns, beside accelerate's own loop with whole batches."""
 
 from __future__ import annotations
 

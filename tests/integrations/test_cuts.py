@@ -1,7 +1,4 @@
-"""How a Trainer's batch is divided: rows, rows without padding, and samples that are collated anew.
-
-Covers tensors alone, without a Trainer. What training makes of them: ``test_transformers``.
-"""
+"""How a Trainer's batch is divided: rows, rows without padding, and samples that are collated anew."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The loss of evaluation batches in which memory ends, beside that of the same batches run whole.
-
-Covers means over labels of each kind, sums, and losses of which it can only be said that they are approximate.
-"""
+"""The loss of evaluation batches in which memory ends, beside that of the same batches run whole."""
 
 from __future__ import annotations
 

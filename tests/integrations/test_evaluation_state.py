@@ -1,7 +1,4 @@
-"""What an evaluation whose batches run in parts leaves behind, beside the same with whole batches.
-
-Covers parts in which memory ends, and samples that are run again to find how parts are put together.
-"""
+"""What an evaluation whose batches run in parts leaves behind, beside the same with whole batches."""
 
 from __future__ import annotations
 

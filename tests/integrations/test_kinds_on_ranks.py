@@ -1,8 +1,4 @@
-"""Two ranks under torchrun whose batches are of different kinds, beside one process with the whole batches.
-
-Covers losses that are divided alike, and losses that are not, at a step that is not compared by its number. Does not
-cover other Trainers on ranks (``test_ranks``), nor what two ranks agree on (``test_known_rules``).
-"""
+"""Two ranks under torchrun whose batches are of different kinds, beside one process with the whole batches."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which of a loader's samples the size of a micro-batch is found on, and that none of them ends a training.
-
-Covers samplers that leave samples out, keys that are no numbers, several datasets in one, and samples that cannot be
-read.
-"""
+"""Which of a loader's samples the size of a micro-batch is found on, and that none of them ends a training."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Lightning's Trainer with autobatch beside Lightning's own run of whole batches: weights, logs, rates, calls of hooks.
-
-Covers both package names, what ``training_step`` may log and return, precision, clipping, schedulers, checkpoints. What
-happens where memory ends is in ``test_lightning_shortages``, and what is refused in ``test_lightning_refusals``.
-"""
+"""Lightning's Trainer with autobatch beside its own run of whole batches: weights, logs, rates, hooks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Lightning's Trainer where memory ends: in the passes, in what is logged, in clipping, and in the update.
-
-Covers that a batch ends as the undisturbed one, logs, metrics and counts included, or is refused in words; and that a
-retried step is the planned one bit for bit.
-"""
+"""Lightning's Trainer where memory ends: in the passes, in what is logged, in clipping, and in the update."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""LoRA by peft in a Trainer with autobatch: adapters are trained, the rest of the model stays.
-
-Covers a plain Trainer and SFT with ``peft_config=``.
-"""
+"""LoRA by peft in a Trainer with autobatch: adapters are trained, the rest of the model stays."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The rule by which a Trainer's loss is divided is found again where later batches are of another kind, or show more.
-
-Covers batches that could not distinguish two rules, kinds of batches with losses of their own, and steps that change
-as they train. Does not cover the rules themselves (``test_transformers``).
-"""
+"""The rule by which a Trainer divides its loss is found again where later batches are of another kind, or show more."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a Trainer's loss is a mean over is measured whatever ``check`` is, beside whole batches in float64.
-
-Covers models that take their own mean, sums, losses that divide by the Trainer's count, ignored labels, masks by NumPy
-and Python, BatchNorm, penalties of weights, memory that ends later, and what the first batch may cost.
-"""
+"""What a Trainer's loss is a mean over is measured whatever ``check`` is, beside whole batches in float64."""
 
 from __future__ import annotations
 

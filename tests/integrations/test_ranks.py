@@ -1,8 +1,4 @@
-"""Trainers on two ranks under torchrun, beside one process with the whole batches.
-
-Covers DistributedDataParallel, which the Trainer makes itself, on a CPU; ranks that run other micro-batches than each
-other, and one that runs out of memory alone.
-"""
+"""Trainers on two ranks under torchrun, beside one process with the whole batches."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Hugging Face's Trainer where memory ends: in training, in evaluation, and before a checkpoint that is resumed.
-
-Covers that the step ends as the undisturbed one, that the Trainer and its counts hear nothing of it, and what a resumed
-run goes on with.
-"""
+"""Hugging Face's Trainer where memory ends: in training, in evaluation, and before a checkpoint that is resumed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the attributes of a Hugging Face Trainer hold, put back when a step or a trial is undone.
-
-Covers that containers stay the same objects, which callbacks and other attributes may share.
-"""
+"""What the attributes of a Hugging Face Trainer hold, put back when a step or a trial is undone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Numbers that a Trainer's own ``compute_loss`` logs: once a step, as the whole batch would have logged them.
-
-Covers what they are, trials, shortages, dropout and resuming. Does not cover TRL's metrics (``test_trl``).
-"""
+"""Numbers that a Trainer's own ``compute_loss`` logs: once a step, as the whole batch would have logged them."""
 
 from __future__ import annotations
 

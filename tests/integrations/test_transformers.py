@@ -1,9 +1,4 @@
-"""Hugging Face's Trainer with autobatch, beside the Trainer's own whole batches: 32 samples x 1, in float64.
-
-Covers weights, logs, callbacks and learning rates for each option of the Trainer, what a loss turns out to be a mean
-over, evaluation, resuming, and memory that ends. Does not cover other libraries' Trainers (``test_trl``,
-``test_sentence_transformers``), several ranks (``test_ranks``), nor what is refused (``test_refusals``).
-"""
+"""Hugging Face's Trainer with autobatch, beside the Trainer's own whole batches: 32 samples x 1, in float64."""
 
 from __future__ import annotations
 

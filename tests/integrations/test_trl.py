@@ -1,8 +1,4 @@
-"""TRL's Trainers with autobatch, beside their own whole batches.
-
-Covers supervised fine-tuning (also packed and without padding), preferences and rewards: weights, what is logged, and
-memory that ends. TRL computes logarithms of probabilities in float32, whatever the model is in.
-"""
+"""TRL's Trainers with autobatch, beside their own whole batches."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Batches of several kinds, and batches in which nothing can be compared, beside whole batches in float64.
-
-Covers first batches of a kind with one sample, with alike samples and with a gradient of zero, texts that differ in
-each batch, and resuming after them. Does not cover rules that are found again as a batch tells more
-(``test_loss_rule``), nor several ranks (``test_kinds_on_ranks``).
-"""
+"""Batches of several kinds, and batches in which nothing can be compared, beside whole batches in float64."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Sizes of pieces: what they may never be, and how few it takes to get through.
-
-Covers the policy against simulated memory. Does not cover how a piece is measured (``tests/inference``).
-"""
+"""Sizes of pieces: what they may never be, and how few it takes to get through."""
 
 from __future__ import annotations
 

@@ -7,10 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
-from autobatch.planning.evidence import Question
-from autobatch.planning.next_trial import choose_size
 from autobatch.planning.planner import balance, divide_evenly, spread, useful_sizes
-from autobatch.records import Trial
 
 pytestmark = pytest.mark.quick
 
@@ -103,25 +100,6 @@ def test_useful_sizes_are_few(total):
     assert len(sizes) ** 2 <= 4 * total
     assert sizes[-1] == total
     assert total == 1 or 2 in sizes
-
-
-@pytest.mark.parametrize(
-    ("objective", "size"),
-    [("throughput", 100), ("memory", 50)],
-)
-def test_the_objective_chooses_among_sizes_that_ran(objective, size):
-    """Throughput takes the largest that fits, memory the smallest that is no slower; what thrashed is neither."""
-    rates = {2: 10, 50: 99, 100: 100}
-    trials = [Trial(micro_batch_size=n, outcome="fits", seconds=2 * n / rate) for n, rate in rates.items()]
-    trials.append(Trial(micro_batch_size=128, outcome="thrash", seconds=0.1))
-    assert choose_size(Question(bound=256, limit_bytes=0), trials, objective) == size
-
-
-@pytest.mark.parametrize("objective", ["throughput", "memory"])
-def test_nothing_is_chosen_where_nothing_fits(objective):
-    """Without a size that fits there is none to choose."""
-    trials = [Trial(micro_batch_size=1, outcome="oom")]
-    assert choose_size(Question(bound=4, limit_bytes=0), trials, objective) is None
 
 
 @pytest.mark.parametrize(

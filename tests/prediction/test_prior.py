@@ -221,17 +221,6 @@ def test_on_a_cpu_nothing_is_predicted():
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=200)
 
 
-@pytest.mark.predicts
-def test_where_everything_is_expected_to_fit_at_most_half_is_tried_first():
-    """A prediction that is twice too high costs no error out of memory."""
-    batch, workload = workload_of("linear layers")
-    sizes = useful_sizes(256, 256)
-    expected = expect_largest(workload, describe(batch), 2**40, sizes).largest
-    question = Question(bound=256, limit_bytes=2**40, candidates=sizes, expected=expected)
-    assert expected == 256
-    assert next_size(question, []) <= 128
-
-
 @given(target=st.integers(6, 10_000), share=st.floats(0, 1))
 def test_whatever_is_expected_at_most_half_of_it_is_tried_first(target, share):
     """Or two samples, where half would be one, which is another program."""

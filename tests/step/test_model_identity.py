@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import pytest
 import torch
 from builders import plans
-from builders.python_calls import count_calls
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from workloads import Plain, make_batch, mean_step
@@ -17,7 +15,6 @@ import autobatch
 from autobatch.events import PlanDiffers
 from autobatch.plan import Plan
 from autobatch.records import DeviceInfo
-from autobatch.step.model_info import identify_model
 from autobatch.testing import FakeDevice
 from autobatch.training.step_errors import device_differences
 
@@ -202,16 +199,6 @@ def test_a_plan_for_a_wrapped_model_is_for_the_model_itself(caplog):
     assert plan.model == "Plain"
     inner = make_model()
     assert start(plan, inner, adamw(inner), caplog) == []
-
-
-def test_it_takes_no_time_worth_speaking_of():
-    """Ten times as many parameters make at most about ten times as many calls: a thousand take milliseconds."""
-    calls = []
-    for layers in (50, 500):
-        model = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        calls.append(count_calls(partial(identify_model, model, optimizer), builtins=True))
-    assert calls[1] < 15 * calls[0]
 
 
 CARD, GIB = plans.L4, plans.GIB

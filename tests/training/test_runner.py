@@ -610,16 +610,6 @@ def test_the_batch_stays_where_it_is_and_unchanged():
     assert torch.equal(inputs, values)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"max_grad_norm": 0}, "max_grad_norm=0"), ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0")],
-)
-def test_bad_arguments_are_named(options, message):
-    """An argument that cannot mean anything is refused at once."""
-    with pytest.raises(InvalidArgument, match=message):
-        make_runner(8, 4, **options)
-
-
 def test_a_runner_without_an_optimizer_accumulates_only():
     """``accumulate`` needs none; ``step`` says so."""
     model = Plain()
