@@ -33,7 +33,6 @@ from autobatch.exactness.loss_weights import (
     BY_SIZE,
     EXPLAINS,
     NO_MEAN,
-    Coupling,
     error_of,
     explain_weighing,
     find_coupling,
@@ -81,13 +80,9 @@ _PAIRED = (
 )
 _COUPLED = (
     "the loss is not a mean over samples: the loss of a sample depends on the others in its micro-batch (in-batch "
-    "negatives, a statistic over the batch, in-batch shuffling), which no weighing makes exact"
-)
-_COUPLED_BY_CHOICES = (
-    "the loss is not a mean over samples: the loss of a sample depends on the others in its micro-batch (in-batch "
-    "negatives, the hardest of them, an expert's share, how many of them a term counts), which no weighing makes "
-    "exact; or, where it has several terms with counts of their own: return a dict of losses, and a dict of their "
-    "counts by the same names from weigh="
+    "negatives, the hardest of them, a statistic over the batch, in-batch shuffling, an expert's share), which no "
+    "weighing makes exact; or, where it has several terms with counts of their own: return a dict of losses, and a "
+    "dict of their counts by the same names from weigh="
 )
 _SEVERAL_TERMS = (
     "the loss is not a mean over samples, and no sample's part of it depends on the others: it has several terms with "
@@ -98,13 +93,7 @@ _ONE_AFTER_ANOTHER = (
     "its cause was not found: each micro-batch by itself is exact, and one after another they are not, though nothing "
     "that could be put back between them makes a difference"
 )
-_BY_COUPLING: dict[Coupling, str] = {
-    "by values": _COUPLED,
-    "by choices": _COUPLED_BY_CHOICES,
-    "none": _SEVERAL_TERMS,
-    "unknown": _NOT_FOUND,
-}
-_OPEN = (*_BY_COUPLING.values(), NO_MEAN, BY_SIZE)
+_OPEN = (_COUPLED, _SEVERAL_TERMS, _NOT_FOUND, NO_MEAN, BY_SIZE)
 """Causes that a step may have that depends on the number of samples of its micro-batch."""
 
 
@@ -231,7 +220,7 @@ def _are_counts_right(measured: Measurement, partitions: Sequence[Parts]) -> boo
 
 
 def _find_last_causes(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
-    if error_of(measured, partitions, lambda _: 1.0, normalise=False) <= EXPLAINS:
+    if error_of(measured, partitions, sums=True) <= EXPLAINS:
         return (_SUMMED,)
     if once := _find_added_terms(measured, partitions):
         return once
@@ -241,9 +230,14 @@ def _find_last_causes(measured: Measurement, partitions: Sequence[Parts]) -> tup
         return (_PAIRED,)
     if any(_is_exact_in(order, measured, partitions) for order in _ORDERS):
         return (_SHUFFLED,)
-    coupling = find_coupling(measured)
-    has_weights = cause_by_weight is not None  # then it is no sum of several terms
-    return (_BY_COUPLING["unknown" if coupling == "none" and has_weights else coupling],)
+    return (_name_coupling(coupled=find_coupling(measured), has_weights=cause_by_weight is not None),)
+
+
+def _name_coupling(*, coupled: bool | None, has_weights: bool) -> str:
+    if coupled:
+        return _COUPLED
+    # If some weights explain the whole, it is not a sum of several terms.
+    return _SEVERAL_TERMS if coupled is False and not has_weights else _NOT_FOUND
 
 
 def _find_added_terms(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,16 +45,11 @@ _BETTER = 10.0
 _NO_ERROR = 1e-6
 """Candidates that are nearer than this are equally good, and the commonest of them is named."""
 
-FILLERS = (-100, 0, -1, 1)
+_FILLERS = (-100, 0, -1, 1)
 """Values that mean "no label" or "padding": torch's ignore_index, and the usual padding tokens."""
 
 _SMALL = 1e-4
 """The part of a change that is a small one: in float64 it is far above rounding."""
-
-Coupling = Literal["by values", "by choices", "none", "unknown"]
-
-_Weigh = Callable[[Sequence[int]], float]
-"""Returns what these samples count for."""
 
 _Count = Callable[[torch.Tensor], Any]
 
@@ -98,7 +93,7 @@ def units_of(layout: Layout) -> Iterator[Unit]:
     for source in found:
         if source.within:
             yield source.unit("len({})", len)
-    for filler in FILLERS:
+    for filler in _FILLERS:
         for source, is_mask in zip(found, masks, strict=True):
             if not is_mask and not source.values.is_floating_point():
                 yield from source.units(f"({{}} != {filler}).sum()", _count_unequal(filler))
@@ -149,7 +144,7 @@ def explain_weighing(measured: Measurement, partitions: Sequence[Parts]) -> str 
     passed = max(_relative(measured.values(parts), whole) for parts in partitions)
     most = min(EXPLAINS, passed / _BETTER)
     is_weighed = measured.workload.weigh is not None or measured.states_counts
-    if is_weighed and error_of(measured, partitions, lambda rows: float(len(rows))) <= most:
+    if is_weighed and error_of(measured, partitions) <= most:
         mend = (
             "return the loss itself, or state the number of samples as its count"
             if measured.states_counts
@@ -193,22 +188,28 @@ def _find_best_unit(measured: Measurement, partitions: Sequence[Parts]) -> tuple
     """Return the code with the least error, and that error; the first of those with almost none."""
     best = "", math.inf
     for unit in units_of(measured.layout):
-        error = error_of(measured, partitions, _weigh_by(unit, measured))
+        counts = {str(rows): unit.count(measured.part(rows).batch) for parts in partitions for rows in parts}
+        error = error_of(measured, partitions, counts)
         if error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):
             best = unit.code, error
     return best
 
 
-def _weigh_by(unit: Unit, measured: Measurement) -> _Weigh:
-    return lambda rows: unit.count(measured.part(rows).batch)
+def error_of(
+    measured: Measurement, partitions: Iterable[Parts], counts: Mapping[str, float] | None = None, *, sums: bool = False
+) -> float:
+    """Return how far the weighed mean (or the sum) of the parts' gradients is from the whole, in the worst partition.
 
-
-def error_of(measured: Measurement, partitions: Iterable[Parts], weigh: _Weigh, *, normalise: bool = True) -> float:
-    """Return how far the weighed sum of the parts' gradients is from the whole, in the worst partition."""
+    Args:
+        measured: Of the whole and the parts.
+        partitions: The parts.
+        counts: What each part counts for; default: its samples.
+        sums: Whether the parts' gradients are added up unweighed.
+    """
     whole, worst = measured.whole_values(), 0.0
     for parts in partitions:
-        weights = [weigh(rows) for rows in parts]
-        divisor = sum(weights) if normalise else 1.0
+        weights = [1.0 if sums else float(len(rows)) if counts is None else counts[str(rows)] for rows in parts]
+        divisor = 1.0 if sums else sum(weights)
         # 0 x nan is nan: a part without anything to count has no gradient
         terms = [
             part * (weight / divisor)
@@ -294,32 +295,26 @@ def _reversed_values(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         reverse()
 
 
-def find_coupling(measured: Measurement) -> Coupling:
-    """Find how samples depend on each other; unknown if no values can be changed, or the changes do nothing.
+def find_coupling(measured: Measurement) -> bool | None:
+    """Return whether samples depend on each other; ``None`` if no values can be changed, or the changes do nothing.
 
     Two groups of samples are changed, one at a time and both at once. If samples do not depend on each other, the
     changes of the gradient add up. A small change leaves choices of the step as they are (the hardest samples, an
     expert, the labels that count); a large one shows them too.
     """
     if "samples" in measured.layout.lists.values():
-        return "unknown"  # tensors of a sample in a list have rows of their own
-    numbers = range(measured.layout.count)
+        return None  # tensors of a sample in a list have rows of their own
+    rows = torch.arange(measured.layout.count)
     # As in the sequence of Thue and Morse: it separates neighbours, and rows that are half a batch apart.
-    divisions: list[Callable[[int], bool]] = [
-        lambda row: row.bit_count() % 2 == 0,
-        lambda row: row % 3 == 0,
-        lambda row: 2 * row < len(numbers),
-    ]
+    by_bits = torch.tensor([row.bit_count() % 2 == 0 for row in rows.tolist()])
+    tried = [(by_bits, _SMALL), (by_bits, 1.0), (rows % 3 == 0, 1.0), (2 * rows < len(rows), 1.0)]
     found = set[bool | None]()
-    for size in (_SMALL, 1.0):
-        for is_first in divisions:
-            interacts = _do_interact(measured, torch.tensor([*map(is_first, numbers)]), size)
-            if interacts:
-                return "by values" if size < 1 else "by choices"
-            found.add(interacts)
-            if size < 1:
-                break
-    return "none" if False in found else "unknown"
+    for first, size in tried:
+        interacts = _do_interact(measured, first, size)
+        if interacts:
+            return True
+        found.add(interacts)
+    return False if False in found else None
 
 
 def _do_interact(measured: Measurement, first: torch.Tensor, size: float) -> bool | None:
@@ -374,7 +369,7 @@ def _change(tensor: torch.Tensor, rows: torch.Tensor, size: float) -> torch.Tens
 
 def _reverse(row: torch.Tensor) -> torch.Tensor:
     """Reverse a row of tokens. Fillers stay, and so does the first value, which may not be a label."""
-    is_own = torch.stack([row != filler for filler in FILLERS]).all(0)
+    is_own = torch.stack([row != filler for filler in _FILLERS]).all(0)
     is_own[:1] = False
     changed = row.clone()
     changed[is_own] = row[is_own].flip(0)

@@ -18,7 +18,7 @@ Parts = tuple[Sequence[int], ...]
 
 
 class Planned(NamedTuple):
-    """What a step will run.
+    """The division that a step will run.
 
     Attributes:
         target: Number of samples of the step.
@@ -75,10 +75,7 @@ def _finest(samples: int, smallest: int) -> Sizes:
 
 
 def wholes_of(target: int, size: int, most: int, compared: int) -> Sizes:
-    """Return the numbers of samples to compare at once: the best choice first, then what to try if memory runs out.
-
-    The step has ``target`` samples in micro-batches of ``size``. ``most`` should fit, and ``compared`` were compared.
-    """
+    """Return the numbers of samples to compare at once: the best choice first, then what to try if memory runs out."""
     wholes, fewer = [min(target, most)], min(size, target)
     while fewer > compared:
         wholes.append(fewer)

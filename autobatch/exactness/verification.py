@@ -80,7 +80,7 @@ def verify(
         model: The model, on its device, in the mode in which it is trained.
         batch: An example batch of at least 2 samples that differ, or a Dataset or DataLoader; as for ``fit``.
         step: ``step(model, micro_batch)``; as for ``fit``.
-        weigh: What the mean is over; as for ``fit``.
+        weigh: Unit of the mean; as for ``fit``.
         cut: ``autobatch.by_length`` as for ``fit``. Then all of the batch runs in order of length, and trimming
             padding is compared too.
         device: The device of the model; default: that of its parameters.
@@ -151,7 +151,7 @@ def check_split(
         layout: Samples, of which some are taken.
         device: Device of the runs, inside the limit of the comparison.
         state: The state at the start of ``fit``, which rewinds and restores everything.
-        planned: What the step will run.
+        planned: Division that the step will run.
         samples: The same samples by length, if steps take them in that order: then many are compared in it too.
         lengths: The lengths of samples, if padding is trimmed.
     """

@@ -28,8 +28,7 @@ from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.planning.evidence import FIRST_SIZE
 from autobatch.records import MemoryUsage, Phase, Saving, Trial
-from autobatch.step.model_info import is_compiled
-from autobatch.step.savings import find_savings, watch_savings
+from autobatch.step.model_info import find_savings, is_compiled, watch_savings
 from autobatch.step.workload import Workload, read_output
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation import Accumulation

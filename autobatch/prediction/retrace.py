@@ -24,7 +24,7 @@ from autobatch.prediction.tracing.fake_device import DEVICE_TYPE
 from autobatch.prediction.tracing.fake_step import Circumstances
 from autobatch.prediction.tracing.trace import SIZES, climb, expect_events, find_most_events, trace
 from autobatch.records import Saving
-from autobatch.step.savings import find_savings, watch_savings
+from autobatch.step.model_info import find_savings, watch_savings
 from autobatch.step.workload import Workload
 
 __all__ = ["Proof", "check_timeline", "find_smallest", "prove", "prove_sizing", "trace_savings"]

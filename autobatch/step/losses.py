@@ -181,7 +181,7 @@ def losses_of(returned: Any) -> dict[str, torch.Tensor]:
 
 
 def find_counted_zero(terms: Iterable[Term]) -> float:
-    """Return the count that a step states for a loss of exactly 0; 0 if there is no such loss.
+    """Return the count that a step states for a loss of exactly 0; else 0.
 
     A count that is kept from 0, as by ``max(boxes, 1)``, adds 1 for each micro-batch without a box.
     """

@@ -1,20 +1,26 @@
-"""Inspects a model without running it: whether it is compiled, and whether it is the one that a plan was made for."""
+"""Inspects a model: whether it is compiled, how it saves memory, and whether a plan was made for it."""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autobatch._wrappers import members_of, own_table, unwrap_model, unwrap_optimizer
-from autobatch.records import ModelIdentity
+from autobatch.records import ModelIdentity, Saving
 from autobatch.undo.tensor_header import is_uninitialized
 
 _MARK = "get_compiler_config"
+_CHECKPOINTS = "torch.utils.checkpoint"
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def is_compiled(model: nn.Module, step: Any = None) -> bool:
@@ -77,3 +83,47 @@ def model_differences(
 
 def _describe(name: str, identity: ModelIdentity) -> str:
     return f"{name or 'a model'} with {identity.parameters} parameters in {identity.tensors} tensors"
+
+
+def find_savings(model: nn.Module) -> set[Saving]:
+    """Return what shows without a step: the dtype of parameters, and the flags of Transformers models."""
+    found: set[Saving] = set()
+    made = [parameter for parameter in model.parameters() if not is_uninitialized(parameter)]
+    bits = [(parameter.numel(), parameter.dtype in _SIXTEEN_BITS) for parameter in made]
+    if 2 * sum(count for count, is_short in bits if is_short) > sum(count for count, _ in bits):
+        found.add("16-bit parameters")
+    if any(vars(module).get("gradient_checkpointing") is True for module in model.modules()):
+        found.add("activation checkpointing")
+    return found
+
+
+@contextmanager
+def watch_savings(found: set[Saving], *device_types: str) -> Iterator[None]:
+    """Add to ``found`` what the forward passes in this block do, by a hook on every module.
+
+    The hook takes time, and a compiled step would be compiled again because of it.
+    """
+
+    def look(*_: Any) -> None:
+        if "autocast" not in found and any(map(torch.is_autocast_enabled, device_types)):
+            found.add("autocast")
+        if "activation checkpointing" not in found and _is_checkpointed():
+            found.add("activation checkpointing")
+
+    handle = register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _is_checkpointed() -> bool:
+    """Return whether this runs inside a checkpoint of torch, or in a backward pass that recomputes."""
+    if torch._C._current_graph_task_id() != -1:  # as torch's own checkpoint asks it  # noqa: SLF001
+        return True
+    frame = sys._getframe()  # noqa: SLF001
+    while (caller := frame.f_back) is not None:
+        if caller.f_globals.get("__name__") == _CHECKPOINTS:
+            return True
+        frame = caller
+    return False

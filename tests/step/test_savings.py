@@ -15,7 +15,7 @@ import autobatch
 from autobatch.errors import DoesNotFit
 from autobatch.records import DeviceInfo, Trial
 from autobatch.report.advice import explain_refusal
-from autobatch.step.savings import find_savings
+from autobatch.step.model_info import find_savings
 
 CHECKPOINTING, AUTOCAST, SHORT = "activation checkpointing", "autocast", "16-bit parameters"
 
