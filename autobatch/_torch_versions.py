@@ -11,10 +11,6 @@ OLDEST_TO_PREDICT = (2, 10)
 """First release that can register a device from Python (``torch._C._acc``)."""
 
 
-LATEST_TRIED = (2, 13)
-"""Newest release that is tested. Later ones get public functions in place of private ones, if there are any."""
-
-
 def read_release(version: str) -> tuple[int, int]:
     """Return the first two numbers of a version such as ``2.13.0+cpu``; zeros if there are none."""
     found = re.match(r"(\d+)\.(\d+)", version)

@@ -31,7 +31,6 @@ from autobatch.step.gradient_hooks import find_hooks
 from autobatch.step.losses import find_counted_zero, read_terms
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
-from autobatch.torch_internals.backward import begin_in_engine, can_begin_in_engine
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.given_backward import Backward
 from autobatch.training.loss_denominators import Denominators, DividedLoss
@@ -281,10 +280,6 @@ class Accumulation:
         )
 
     def _run_backward(self, loss: torch.Tensor, factor: float) -> None:
-        if self.scale is None and self.backward is None and type(loss) is torch.Tensor and can_begin_in_engine():
-            # Not loss * factor: its gradient begins with the same number, and two operators less are run.
-            begin_in_engine(loss, torch.full_like(loss, factor))
-            return
         loss = loss * factor if self.scale is None else self.scale(loss * factor)
         if self.backward is None:
             loss.backward()

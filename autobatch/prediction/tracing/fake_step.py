@@ -29,7 +29,6 @@ from autobatch.prediction.tracing.sharded import FullySharded
 from autobatch.step.default_step import explain_default
 from autobatch.step.losses import Mean, Sum, Term
 from autobatch.step.workload import Workload, check_leaves
-from autobatch.torch_internals.backward import IS_TRIED, TENSOR_BACKWARD
 from autobatch.training.misuse import WROTE_INTO_BATCH, GradientWatch
 from autobatch.undo.gradients import Float32Sums
 from autobatch.undo.module_state import ModuleState
@@ -135,8 +134,6 @@ class DryRun:
             with original_errors():
                 if self._scale is not None:
                     (loss * self._scale).backward()
-                elif IS_TRIED:  # as a function, so that `DeviceNames` is inactive in the backward pass
-                    TENSOR_BACKWARD(loss, torch.full_like(loss, factor))
                 else:
                     (loss * factor).backward()
             if outputs:
