@@ -125,7 +125,6 @@ class Accumulation:
             shortage = self.attempt(progress, undo)
             if shortage is None and progress.loss is not None:
                 self.complete(progress, undo, None)
-                undo.gradients.settle()
         except BaseException:
             self.undo(undo)
             raise
@@ -133,8 +132,12 @@ class Accumulation:
             self.undo(undo)
         if shortage is not None:
             raise DoesNotFit(shortage.reason)
+        if progress.loss is None:
+            return None
+        gradients = undo.gradients
         self.commit(undo)
-        return progress if progress.loss is not None else None
+        gradients.settle()
+        return progress
 
     def record(self) -> Undo:
         """Record what a step may change, before it begins.
@@ -202,7 +205,7 @@ class Accumulation:
         if not progress.todo:  # a rank without samples
             return None
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
-        self._sums.clear()  # of an attempt that failed
+        self._sums.clear()  # of an attempt that failed, here or on another rank
         if self.in_float32 and len(progress.todo) > 1:
             self._sums.begin(self._parameters)
         try:
@@ -225,7 +228,8 @@ class Accumulation:
         return self._note_shortage(progress, undo, reason)
 
     def _note_shortage(self, progress: AccumulationState, undo: Undo, reason: str) -> Shortage:
-        self.leaves_are_known = False  # what the step trains by now, the next attempt would train twice
+        self.leaves_are_known = False  # the next attempt looks at its graph again
+        self._sums.clear()  # memory is full
         self.watched = max(self.watched, 1)
         progress.watch.refuse_writes(undo.memory, stays=not self.owns_batches)
         self.refuse_lost(undo, reason)

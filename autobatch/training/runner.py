@@ -67,7 +67,6 @@ from autobatch.training.step_errors import (
 )
 from autobatch.training.step_events import StepEvents, check_hooks
 from autobatch.training.step_memory import StepMemory
-from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
 
@@ -265,7 +264,7 @@ class StepRunner:
                 return progress
             reason = ""
         except BaseException as error:
-            if undo.is_released:  # the update had begun
+            if undo.is_released:  # the commit was made
                 raise
             self._memory.pace = pace  # a step that was undone does not count
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
@@ -283,28 +282,25 @@ class StepRunner:
 
     def _finish(self, undo: Undo, shared: SharedStep | None, *, update: bool) -> None:
         """Commit: up to here all can be undone, from here on nothing is. Then step the optimizer, once."""
-        applied = self._update if update else None
+        applied, gradients = self._update if update else None, undo.gradients
         try:
             if applied is not None:
                 self._memory.check_update()
                 applied.prepare()  # optimizer state, unscaling, clipping: the last that can fail on one rank alone
             if shared is not None:
                 shared.agree_on_update()
+            self._accumulation.commit(undo)
         except BaseException:
-            if applied is not None:
+            if applied is not None and not undo.is_released:
                 applied.cancel()
             raise
         if applied is None:
-            with deferred_interrupts():
-                undo.gradients.settle()
-                self._accumulation.commit(undo)
+            gradients.settle()
             return
         try:
-            self._accumulation.commit(undo)
             applied.apply(self.steps)
         finally:
-            if undo.is_released:
-                self._accumulation.drop_gradients()
+            self._accumulation.drop_gradients()
 
     def _report(
         self,

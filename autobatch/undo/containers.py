@@ -131,10 +131,6 @@ class Found:
     tensors: list[torch.Tensor]
     modules: list[nn.Module]
 
-    def are_current(self) -> bool:
-        """Return whether all of them still hold the same. Values of tensors are not compared."""
-        return all(content.is_current() for content in self.contents)
-
     def put_back(self) -> None:
         """Restore all of them. Can be done any number of times."""
         for content in self.contents:
@@ -168,17 +164,6 @@ def find_contents(roots: Iterable[Any], seen: set[int] | None = None) -> Found:
             found.contents += [] if content is None else [content]
             waiting += children_of(value)
     return found
-
-
-def find_containers(roots: Iterable[Any]) -> set[int]:
-    """Return the ids of the containers below some objects. The walk ends at modules."""
-    seen: set[int] = set()
-    waiting = [*roots]
-    for value in waiting:  # grows while it is read
-        if KINDS[type(value)] in (Kind.CONTAINER, Kind.TUPLE, Kind.FIELDS) and id(value) not in seen:
-            seen.add(id(value))
-            waiting += children_of(value)
-    return seen
 
 
 def record_contents(value: Any) -> Contents | None:

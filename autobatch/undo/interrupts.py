@@ -46,5 +46,5 @@ def deferred_interrupts() -> Iterator[None]:
 def _call(handlers: Mapping[int, Callable[[int, Any], Any]], came: Mapping[int, Any]) -> None:
     """Each handler whose signal came; of several that raise, Ctrl-C's error comes out."""
     with ExitStack() as calls:
-        for number in sorted(came):  # the first to be noted is the last to be called
+        for number in sorted(came, key=lambda number: number != signal.SIGINT):  # the first of these is called last
             calls.callback(handlers[number], number, came[number])

@@ -6,7 +6,6 @@ the user made belong to ``keep=``.
 
 from __future__ import annotations
 
-import pickle
 import random
 import sys
 from dataclasses import dataclass
@@ -34,11 +33,6 @@ class HostRandomState:
         """Record both as they are now."""
         numpy = sys.modules.get("numpy.random")  # while it is not loaded, nothing has seeded it
         return cls(random.getstate(), None if numpy is None else numpy.get_state(legacy=False))
-
-    def is_current(self) -> bool:
-        """Whether nothing has been drawn from either since."""
-        now = self.capture()
-        return pickle.dumps((self.python, self.numpy)) == pickle.dumps((now.python, now.numpy))
 
     def restore(self) -> None:
         """Restore both."""

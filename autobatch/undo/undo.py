@@ -12,7 +12,7 @@ Invariants, asserted by the tests:
 - Nothing of size is allocated to restore: memory may be full.
 - Nothing of the step lives longer because of the record, once it is released.
 
-Not restored: gradient hooks and attributes that a step sets on tensors, and what it changes in other objects.
+Not restored: attributes that a step sets on tensors that no module holds, and what it changes in other objects.
 """
 
 from __future__ import annotations
