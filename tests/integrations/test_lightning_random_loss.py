@@ -62,7 +62,7 @@ def loss_of(losses, reduce, sign):
 def warnings_of_loss(caplog):
     """What was said of the loss, and nothing of a busy machine."""
     texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    return [text for text in texts if "read as a mean" in text or "not exact" in text]
+    return [text for text in texts if "taken as a mean" in text or "not exact" in text]
 
 
 class Run:
@@ -159,7 +159,7 @@ def test_what_nobody_can_draw_again_is_refused_where_it_has_to_be_checked():
 def test_a_part_with_a_loss_of_zero_makes_no_sum(caplog):
     """The whole has then the loss of the other part, which is their sum and no mean by samples: nothing is shown."""
     Run(0, lambda self, inputs: counts_labels(self, inputs).sum(), None).expect("mean")
-    assert caplog.text.count("read as a mean") == 1
+    assert caplog.text.count("taken as a mean") == 1
 
 
 def test_a_step_that_does_not_run_with_draws_held_still_is_trained_all_the_same(monkeypatch, caplog):
@@ -172,4 +172,4 @@ def test_a_step_that_does_not_run_with_draws_held_still_is_trained_all_the_same(
     Run(0, lambda self, inputs: self.net[0](inputs).square().sum(), None).expect("sum")
     assert not caplog.text
     Run(0, lambda self, inputs: drops(self, inputs).sum(), None).expect("mean")
-    assert caplog.text.count("read as a mean") == 1
+    assert caplog.text.count("taken as a mean") == 1
