@@ -282,7 +282,8 @@ class StepRunner:
 
     def _finish(self, undo: Undo, shared: SharedStep | None, *, update: bool) -> None:
         """Commit: up to here all can be undone, from here on nothing is. Then step the optimizer, once."""
-        applied, gradients = self._update if update else None, undo.gradients
+        applied = self._update if update else None
+        gradients = undo.gradients if applied is None else None  # an update lets go of earlier gradients
         try:
             if applied is not None:
                 self._memory.check_update()
@@ -294,8 +295,9 @@ class StepRunner:
             if applied is not None and not undo.is_released:
                 applied.cancel()
             raise
-        if applied is None:
+        if gradients is not None:
             gradients.settle()
+        if applied is None:
             return
         try:
             applied.apply(self.steps)
