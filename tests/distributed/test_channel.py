@@ -204,6 +204,7 @@ def test_a_process_ends_beside_one_that_is_stopped():
 
 ENDING = """
 import atexit
+import time
 from pathlib import Path
 import torch.distributed as dist
 
@@ -214,6 +215,8 @@ def count_threads():
 atexit.register(lambda: print(count_threads()))  # the first to be registered is the last to be called
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from autobatch.distributed.channel import open_channel
+while count_threads() < 2:  # gloo starts two threads a group; each names itself a moment later
+    time.sleep(0.01)
 print(count_threads())
 channel = open_channel(None)
 channel.exchange("here")
