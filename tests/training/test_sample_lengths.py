@@ -183,7 +183,7 @@ class Resumable:
         return rows
 
 
-# In the middle of a micro-batch: whether a gradient is copied or taken, so one operation more, depends on what is alive.
+# In the middle of a micro-batch: whether a gradient is copied or taken, one operation more or less, is by chance.
 @pytest.mark.parametrize("short_at", [{}, {2: 55}, {2: 55, 3: 55}, {1: 55, 2: 55, 4: 55}], ids=str)
 def test_a_resumed_run_is_the_undisturbed_one(short_at):
     """Bit for bit, with the sizes of all lengths as a shortage has left them."""
