@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -180,12 +180,11 @@ def losses_of(returned: Any) -> dict[str, torch.Tensor]:
     return {name: loss for name, loss in losses.items() if isinstance(loss, torch.Tensor)}
 
 
-def find_counted_zero(terms: Iterable[Term]) -> float:
-    """Return the count that a step states for a loss of exactly 0; else 0.
-
-    A count that is kept from 0, as by ``max(boxes, 1)``, adds 1 for each micro-batch without a box.
-    """
-    return next((term.count for term in terms if term.count and bool(term.loss == 0)), 0.0)
+def counts_of(returned: Any) -> dict[str, float]:
+    """Return the counts that a step states for its losses, by term; raise InvalidArgument for an unusable count."""
+    terms = returned if isinstance(returned, Mapping) else {"": returned}
+    stated = {str(name): term for name, term in terms.items() if isinstance(term, Mean | Sum)}
+    return {name: _read_count(term.count, f"{type(term).__name__}(count=)") for name, term in stated.items()}
 
 
 def read_weights(returned: Any, samples: int) -> dict[str, float]:

@@ -20,15 +20,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from autobatch._formatting import plural
 from autobatch.batch.cut import Division, Group, cut_apart
 from autobatch.batch.layout import Layout, MicroBatch
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit
+from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.step.gradient_hooks import find_hooks
-from autobatch.step.losses import find_counted_zero, read_terms
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import AccumulationState, Shortage
@@ -36,6 +34,7 @@ from autobatch.training.given_backward import Backward
 from autobatch.training.loss_denominators import Denominators, DividedLoss
 from autobatch.training.micro_batches import check_additive, cut, find_least_size, refuse_graphs
 from autobatch.training.misuse import BatchWatch, GradientWatch
+from autobatch.training.stated_counts import StatedCounts, check_counts, find_doubtful, read_stated
 from autobatch.training.step_errors import refuse_larger_micro_batches
 from autobatch.undo.gradients import Float32Sums
 from autobatch.undo.sparse_gradients import coalesce_gradients, widen_gradients
@@ -99,8 +98,7 @@ class Accumulation:
     _hooks: frozenset[int] = frozenset()
     _is_additive: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
-    _begun: int = 0
-    _has_warned: bool = False
+    _stated: StatedCounts = field(default_factory=StatedCounts)
     _has_sparse: bool = False
     _is_watched: bool = False
     _parameters: Sequence[torch.Tensor] = ()
@@ -173,14 +171,15 @@ class Accumulation:
             DoesNotFit: ``weigh`` or ``lengths`` ran out of memory.
         """
         tensors = [tensor for layout in batches for tensor in layout.tensors()]
-        self._begun += self.is_training
+        if self.is_training:
+            self._stated.begin()
         refuse_graphs(tensors)
         groups = self.try_twice("dividing the batch with cut=", self.division, batches, largest)
         if self.smallest > 1 and self.max_micro_batch is not None:
             refuse_larger_micro_batches(groups, self.max_micro_batch, self.smallest, self.workload.model)
         weighed = self.workload.weigh is not None
         micro_batches = self._cut(groups, largest)
-        if weighed and (self._checks_counts() or not self._is_additive):
+        if weighed and (self._stated.is_due or not self._is_additive):
             check_additive(self._cut_wholes(batches), micro_batches)
             self._is_additive = True
         watch = BatchWatch(tensors, [one.batch for one in batches] if self._is_watched else ())
@@ -264,8 +263,7 @@ class Accumulation:
         if gradients is not None:
             gradients.refuse_change()
         divided = progress.denominators.divide(micro_batch, losses, progress.unit)
-        if self._checks_counts():
-            self._warn_of_counted_zero(losses, micro_batch.size)
+        progress.stated += read_stated(micro_batch, losses) if self._stated.is_due else ()
         if divided is not None:
             loss, factor = divided[:2]
             if not self.leaves_are_known:
@@ -318,7 +316,13 @@ class Accumulation:
         progress.begin_again(smaller)
 
     def complete(self, progress: AccumulationState, undo: Undo, shared: SharedStep | None) -> None:
-        """Make ``.grad`` the gradient of the whole batch, and of all ranks, with earlier gradients added."""
+        """Make ``.grad`` the gradient of the whole batch, and of all ranks, with earlier gradients added.
+
+        Raises:
+            InvalidArgument: The step states counts that do not add up.
+        """
+        if self._stated.is_due:
+            self._check_counts(progress, is_shared=shared is not None)
         if shared is not None:
             self._combine(shared, progress)
         elif progress.unit is not None:
@@ -375,21 +379,29 @@ class Accumulation:
         if self.is_training:
             self._hooks = find_hooks(self._parameters)
 
-    def _checks_counts(self) -> bool:
-        """Whether counts are checked in the running step of a Runner: in 1, 2, 4, 8 and so on."""
-        return self._begun.bit_count() == 1
+    def _check_counts(self, progress: AccumulationState, *, is_shared: bool) -> None:
+        """Refuse counts of the step's own that do not add up; a step of one micro-batch adds up none."""
+        doubtful, wrong = find_doubtful(progress.stated, progress.done), ""
+        if is_shared:
+            self._stated.warn_of_zero_loss(doubtful)  # the other ranks wait: nothing is run again
+        if is_shared or not doubtful or len(progress.done) == 1:
+            return
+        here = self.try_twice(_COPYING, self._record)
 
-    def _warn_of_counted_zero(self, losses: Any, samples: int) -> None:
-        """Warn once of a loss of 0 for which the step states a count: it may be one that is kept from 0."""
-        count = 0.0 if self._has_warned else find_counted_zero(read_terms(losses))
-        if count:
-            self._has_warned = True
-            _LOG.warning(
-                "a loss of %s is exactly 0, and step() states a count of %g for it: if max(n, 1) keeps that count "
-                "from 0, the gradient is too small; a part without anything to count has to state 0",
-                plural(samples, "sample"),
-                count,
-            )
+        def ask(micro_batch: MicroBatch) -> Any:
+            return split_output(self.workload.call_step(self._move(micro_batch)))[0]
+
+        try:
+            with torch.no_grad(), here.watch(self.written, progress.watch.tensors):
+                wrong = check_counts(doubtful, self.smallest, ask)
+        except Exception:  # noqa: BLE001 - these samples have run: what fails here is the comparison, not the step
+            _LOG.debug("the counts that step() states could not be compared", exc_info=True)
+            self._stated.warn_of_zero_loss(doubtful)
+        finally:
+            here.restore()
+            torch.clear_autocast_cache()  # casts that were made without a graph
+        if wrong:
+            raise InvalidArgument(wrong)
 
     def _open(self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], undo: Undo) -> None:
         """Divide by the totals of all ranks from here on."""

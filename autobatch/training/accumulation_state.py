@@ -49,6 +49,7 @@ class AccumulationState:
         todo: Micro-batches to be run.
         done: Micro-batches that have run.
         denominators: Divisors of the step's losses.
+        stated: Counts that the step states for each micro-batch, if they are compared (``stated_counts``).
         aux: Values that the step returned beside each finished micro-batch's loss.
         loss: The running sum of the divided losses.
         counted: The sum of the counts of losses that were divided by ``unit``.
@@ -83,6 +84,7 @@ class AccumulationState:
         self.groups, self.todo, self._weighed = groups, deque(micro_batches), weighed
         self.done: list[MicroBatch] = []
         self.aux: list[Any] = []
+        self.stated: list[Any] = []
         self.watch = watch
         self.denominators = Denominators.of(micro_batches, weighed=weighed)
         self._is_shared, self._per_sample, self._is_scaled, self._has_stated_none = False, 0.0, False, False

@@ -1,16 +1,21 @@
-"""Counts that a step states: one that is kept from 0 makes the gradient too small."""
+"""Counts that a step states have to add up: one that is kept from 0 makes the gradient too small."""
 
 from __future__ import annotations
+
+import logging
+import random
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from workloads import full_batch_gradient, gradients_of, relative_error
+from workloads import bits_of, differences, full_batch_gradient, gradients_of, relative_error
 
 import autobatch
+from autobatch.batch.layout import describe
 from autobatch.errors import InvalidArgument
+from autobatch.training.stated_counts import StatedCounts, find_doubtful, read_stated
 
 EMPTY = [0, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 1, 0, 0, 0, 0]
 """Boxes of each image: the last four have none."""
@@ -74,6 +79,8 @@ KEPT_FROM_0 = {
     "a term of a dict": (stated(at_least(1), form="dict"), images),
     "beside aux": (stated(at_least(1), form="aux"), images),
     "a tensor": (stated(lambda n: torch.tensor(float(n)).clamp(min=1.0)), images),
+    "at least 3": (stated(at_least(3)), images),
+    "plus 1": (stated(lambda number: number + 1), images),
     "tokens": (stated(at_least(1), losses=token_losses), texts),
 }
 
@@ -115,32 +122,31 @@ def test_a_count_that_is_kept_from_0_makes_the_gradient_too_small():
     assert gradient_of_parts(float, images(EMPTY), box_losses) < 1e-12
 
 
-def warnings_in(caplog):
-    """Warnings of a loss of 0 that counts."""
-    return [record for record in caplog.records if "exactly 0" in record.getMessage()]
-
-
 @pytest.mark.parametrize("largest", [1, 3, 4], ids="micro-batches of {}".format)
 @pytest.mark.parametrize("name", KEPT_FROM_0)
-def test_a_count_that_is_kept_from_0_is_warned_of_once(name, largest, caplog):
-    """In the first batch that has such samples, though the check had none."""
+def test_a_count_that_is_kept_from_0_is_refused(name, largest):
+    """In the first batch that has such samples, among the first and every second, fourth, eighth; nothing moves."""
     step, make = KEPT_FROM_0[name]
-    runner = make_runner(step, make(FULL), largest, check="raise")
-    runner.step(make(FULL))
-    assert not warnings_in(caplog)
-    runner.step(make(EMPTY))
-    runner.step(make(EMPTY))
-    assert len(warnings_in(caplog)) == 1
+    is_shown = name in ("at least 3", "plus 1")  # by the example already
+    runner = make_runner(step, make(FULL), largest, check=None if is_shown else "raise")
+    model = runner._workload.model
+    before = bits_of(model)
+    with pytest.raises(InvalidArgument, match="keep a count from 0") as caught:
+        runner.accumulate(make(EMPTY))
+    assert "\n" not in str(caught.value)
+    assert differences(bits_of(model), before) == []
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("at", [2, 4, 8])
-def test_later_batches_are_looked_at_too(at, caplog):
+def test_later_batches_are_asked_too(at):
     """The first ones have boxes in all images."""
     runner = make_runner(KEPT_FROM_0["Mean"][0], images(FULL), check="raise")
     for _ in range(at - 1):
         runner.step(images(FULL))
-    runner.step(images(EMPTY))
-    assert len(warnings_in(caplog)) == 1
+    with pytest.raises(InvalidArgument, match="keep a count from 0"):
+        runner.step(images(EMPTY))
+    assert runner.steps == at - 1
 
 
 WRONG_FOR_THE_CHECK = {
@@ -196,6 +202,189 @@ def test_counts_that_add_up_are_exact(name, largest):
 
     expected = full_batch_gradient(model, whole, batch)
     assert all(torch.allclose(found[name], expected[name], rtol=1e-6, atol=1e-12) for name in expected)
+
+
+def draw_of_one(batch):
+    """One sample counts or not: the two counts are equally frequent, which is the worst."""
+    return torch.cat([torch.rand(1) < 0.5, torch.ones(len(batch) - 1, dtype=torch.bool)])
+
+
+def draw_after_dropout(batch):
+    """The parts do not draw what the whole draws, from the same state of the generator."""
+    F.dropout(batch)
+    return torch.rand(len(batch)) < 0.5
+
+
+def draw_normal(batch):
+    """As above, for torch draws 16 and more numbers of this kind in another way."""
+    return torch.randn(len(batch), 12)[:, 0] < 0
+
+
+OWN = torch.Generator().manual_seed(0)
+DRAWS = {
+    "uniform": lambda batch: torch.rand(len(batch)) < 0.5,
+    "seldom": lambda batch: torch.rand(len(batch)) < 0.97,
+    "one of them": draw_of_one,
+    "after a dropout": draw_after_dropout,
+    "normal": draw_normal,
+    "random": lambda batch: torch.tensor([random.random() < 0.5 for _ in batch]),
+    "own generator": lambda batch: torch.rand(len(batch), generator=OWN) < 0.5,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_count_that_is_drawn_at_random_is_not_refused(name):
+    """It is another one for the same samples, however they are cut."""
+
+    def step(model, batch):
+        chosen = DRAWS[name](batch["x"])
+        return autobatch.Sum(model(batch["x"])[chosen].square().sum(), chosen.sum())
+
+    batch = {"x": torch.zeros(4, 8, 6, dtype=torch.float64)}
+    runner = make_runner(step, batch, 2)
+    torch.manual_seed(0)
+    random.seed(0)
+    for _ in range(600 if name == "one of them" else 200):
+        runner._accumulation._stated = StatedCounts()  # so that each is compared
+        runner.accumulate(batch)
+        runner._workload.model.zero_grad()
+
+
+@pytest.mark.parametrize("name", KEPT_FROM_0)
+def test_a_step_of_one_micro_batch_adds_up_nothing(name):
+    """It is exact with any count: nothing is split, and nothing is run again."""
+    step, make = KEPT_FROM_0[name]
+    calls = []
+
+    def watched(model, batch):
+        calls.append(batch)
+        return step(model, batch)
+
+    runner = make_runner(watched, make(FULL), 16)
+    for count in range(1, 5):
+        del calls[:]
+        assert runner.step(make([0] * 16 if count == 2 else EMPTY)).micro_batch_sizes == (16,)
+        assert len(calls) == 1
+
+
+def test_a_smaller_neighbour_is_counted_as_it_was_cut():
+    """One sample, which has no halves, beside two."""
+    step, make = KEPT_FROM_0["plus 1"]
+    runner = make_runner(step, make(FULL), 2, check=None)
+    with pytest.raises(InvalidArgument, match="add up"):
+        runner.accumulate(make([*FULL[:14], 0]))
+
+
+@pytest.mark.parametrize("largest", [1, 3, 4], ids="micro-batches of {}".format)
+@pytest.mark.parametrize("number", [1, 7.5, torch.tensor(16)], ids=str)
+@pytest.mark.parametrize("form", ["Mean", "Sum", "dict"])
+def test_a_count_that_does_not_depend_on_the_part_is_named_so(form, number, largest):
+    """Such as that of the whole batch, which the step has from outside."""
+    runner = make_runner(stated(lambda _: number, form=form), images(FULL), largest, check=None)
+    with pytest.raises(InvalidArgument, match="the same for every part") as caught:
+        runner.accumulate(images(FULL))
+    assert "keep a count from 0" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_what_cannot_be_compared_is_warned_of_once_where_a_loss_of_0_counts(is_empty, caplog):
+    """A gradient penalty has no value where no graph is recorded."""
+
+    def step(model, batch):
+        x = batch["x"].clone().requires_grad_()
+        counts = (batch["labels"] != -100).double()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        losses = (slope.square().sum(-1) + model(x).square().sum(-1)) * counts
+        return autobatch.Mean(losses.sum() / counts.sum().clamp(min=1), count=counts.sum().clamp(min=1))
+
+    runner = make_runner(step, texts(FULL), 4)
+    with caplog.at_level(logging.WARNING, "autobatch"):
+        for _ in range(4):
+            runner.step(texts(EMPTY if is_empty else FULL))
+    assert len([record for record in caplog.records if "exactly 0" in record.getMessage()]) == is_empty
+
+
+class Moving(nn.Module):
+    """Dropout, running statistics, a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.drop, self.norm = nn.Linear(6, 4).double(), nn.Dropout(0.5), nn.BatchNorm1d(8).double()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.line(self.drop(self.norm(x)))
+
+
+def test_asking_leaves_no_trace(monkeypatch):
+    """Steps with and without it are the same, bit for bit: statistics, generators, attributes, memory outside."""
+    found = []
+    for asks in (True, False):
+        if not asks:
+            monkeypatch.setattr(StatedCounts, "begin", lambda self: None)
+        outside, calls = torch.zeros(1), []
+
+        def step(model, batch, outside=outside, calls=calls):
+            calls.append(len(batch["x"]))
+            outside.add_(1)
+            return autobatch.Sum(*token_losses(model, batch))
+
+        runner = make_runner(step, texts(FULL), model=Moving)
+        del calls[:]
+        torch.manual_seed(5)
+        outside.zero_()
+        for _ in range(3):
+            runner.step(texts(FULL))
+        found.append((bits_of(runner._workload.model), outside.clone(), torch.rand(3), len(calls)))
+    (bits, outside, drawn, calls), (other_bits, other_outside, other_drawn, other_calls) = found
+    assert differences(bits, other_bits) == []
+    assert torch.equal(outside, other_outside)
+    assert torch.equal(drawn, other_drawn)
+    assert calls == other_calls + 2 * 2  # two halves in each of the first two steps
+
+
+def test_a_comparison_that_fails_does_not_end_the_step():
+    """Such as memory that ends in it, or a step that cannot run without a graph."""
+
+    def step(model, batch):
+        if not torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return autobatch.Sum(*token_losses(model, batch))
+
+    runner = make_runner(step, texts(FULL), 4)
+    assert runner.step(texts(FULL)).micro_batch_sizes == (4, 4, 4, 4)
+
+
+def test_casts_of_a_comparison_are_not_kept():
+    """An autocast block around the loop keeps casts of weights, which have no graph where nothing records one."""
+
+    def step(model, batch):
+        return autobatch.Sum(*token_losses(model, {**batch, "x": batch["x"].float()}))
+
+    runner = make_runner(step, texts(FULL), model=lambda: nn.Linear(6, 4))
+    model = runner._workload.model
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            before = model.weight.detach().clone()
+            runner.step(texts(FULL))
+            assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_among_several_ranks_a_loss_of_0_that_counts_is_warned_of(zero, caplog):
+    """The others wait for this one: it runs nothing again."""
+    counts = StatedCounts()
+    runner = make_runner(ADD_UP["tokens"][0], texts(FULL), 4)
+    progress = runner._accumulation.begin([describe(texts(FULL))], 4, runner._accumulation.record())
+    done = [*progress.todo]
+    with caplog.at_level(logging.WARNING, "autobatch"):
+        for _ in range(2):
+            counts.begin()
+            loss = autobatch.Mean(torch.tensor(0.0 if zero else 0.5), count=1)
+            stated = [one for micro_batch in done for one in read_stated(micro_batch, loss)]
+            counts.warn_of_zero_loss(find_doubtful(stated, done))
+    assert len(caplog.records) == zero
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["all of it", "one micro-batch"])
