@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from functools import wraps
+from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 from autobatch._formatting import plural
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 _BEGINS, _NAMES = "raised in ", ", called by autobatch"
 
@@ -36,3 +43,43 @@ def _notes_of(error: BaseException) -> list[str]:
 def _write_notes(error: BaseException, notes: list[str]) -> None:
     with suppress(Exception):  # a class of the user's may refuse
         vars(error)["__notes__"] = notes  # frozen dataclasses refuse setattr
+
+
+class _Block(AbstractContextManager[_Made]):
+    """One run of a generator function with one ``yield``."""
+
+    def __init__(self, generator: Iterator[_Made]) -> None:
+        self._generator = generator
+
+    def __enter__(self) -> _Made:
+        return next(self._generator)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        if error is None:
+            next(self._generator, None)
+            return False
+        try:
+            self._generator.throw(error)  # type: ignore[attr-defined]
+        except StopIteration as ended:
+            return ended is not error
+        except BaseException as raised:
+            if raised is not error and not (isinstance(error, StopIteration) and raised.__cause__ is error):
+                raise
+            BaseException.with_traceback(error, traceback)  # without the frames of this block
+            return False
+        raise RuntimeError("a block has a second yield")
+
+
+def contextmanager(function: Callable[_Given, Iterator[_Made]]) -> Callable[_Given, AbstractContextManager[_Made]]:
+    """Make a context manager of a generator function, like ``contextlib.contextmanager``, for errors of any class.
+
+    contextlib assigns ``error.__traceback__``. A frozen dataclass refuses that with a FrozenInstanceError.
+    """
+
+    @wraps(function)
+    def make(*arguments: _Given.args, **options: _Given.kwargs) -> AbstractContextManager[_Made]:
+        return _Block(function(*arguments, **options))
+
+    return make

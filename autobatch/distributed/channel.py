@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes  # torch has no public way to pause a budget's mode
 
+from autobatch._user_errors import contextmanager
 from autobatch.distributed.lost_ranks import LostRanks, Process, find_process, show_seconds
 from autobatch.errors import RankLost
 from autobatch.undo.interrupts import deferred_interrupts

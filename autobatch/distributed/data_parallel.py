@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from autobatch._user_errors import contextmanager
 from autobatch._wrappers import members_of
 from autobatch.distributed.channel import Channel, uninterrupted
 from autobatch.distributed.sharded.model import has_shards, is_sharded

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autobatch._user_errors import contextmanager
 from autobatch.distributed.agreement import compare_calls, find_failures, name_error
 from autobatch.distributed.channel import open_channel
 from autobatch.distributed.data_parallel import module_of, refuse_unsupported

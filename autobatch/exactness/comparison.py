@@ -12,7 +12,7 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, isfinite
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from autobatch._formatting import plural
+from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
 from autobatch.batch.tree import is_array, leaves_of, map_tensors, tensors_of
 from autobatch.errors import AutobatchError, DoesNotFit

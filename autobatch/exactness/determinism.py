@@ -11,7 +11,7 @@ import random as python_random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from autobatch._user_errors import contextmanager
 from autobatch.exactness.sample_numbers import SampleNumbers, running_frames
 from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
 from autobatch.exactness.gradients import TOLERANCE, is_near
 from autobatch.exactness.loss_weights import (

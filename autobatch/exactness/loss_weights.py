@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
+from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
 from autobatch.batch.tree import fields_of, map_tensors
 from autobatch.errors import DoesNotFit

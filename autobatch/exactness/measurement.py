@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
 from autobatch.batch.tree import as_leaf, map_tensors, tensors_of
 from autobatch.exactness.gradients import (

@@ -12,14 +12,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from autobatch._user_errors import note_where
+from autobatch._user_errors import contextmanager, note_where
 from autobatch.batch.layout import Layout
 from autobatch.batch.tree import count_bytes, map_tensors, tensors_of
 from autobatch.distributed.division import SharedTrials

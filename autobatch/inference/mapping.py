@@ -6,7 +6,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from autobatch._arguments import check_count, check_switch
 from autobatch._formatting import format_bytes
+from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import describe
 from autobatch.batch.lengths import ByLength
 from autobatch.batch.tree import count_bytes

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autobatch._formatting import format_bytes
-from autobatch._user_errors import add_note
+from autobatch._user_errors import add_note, contextmanager
 from autobatch.batch.tree import is_array, map_tensors
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.events import Hook, MapFinished, PieceFinished, PieceRetried, emit

@@ -20,12 +20,12 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from autobatch._formatting import format_bytes
+from autobatch._user_errors import contextmanager
 from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.records import DeviceInfo, MemoryUsage

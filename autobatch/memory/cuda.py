@@ -12,12 +12,12 @@ import platform
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
+from autobatch._user_errors import contextmanager
 from autobatch.memory import nvml
 from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory

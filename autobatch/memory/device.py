@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autobatch._user_errors import contextmanager
 from autobatch.records import DeviceInfo, MemoryUsage
 
 

@@ -8,13 +8,14 @@ parameter, so they pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from autobatch._user_errors import contextmanager
 from autobatch._wrappers import is_optimizer, own_table
 from autobatch.errors import InvalidArgument
 from autobatch.step.gradient_hooks import remove_hook, table_of

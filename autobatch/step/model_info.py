@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from autobatch._user_errors import contextmanager
 from autobatch._wrappers import members_of, own_table, unwrap_model, unwrap_optimizer
 from autobatch.records import ModelIdentity, Saving
 from autobatch.undo.tensor_header import is_uninitialized

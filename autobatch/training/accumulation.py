@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from autobatch._user_errors import contextmanager
 from autobatch.batch.cut import Division, Group, cut_apart
 from autobatch.batch.layout import Layout, MicroBatch
 from autobatch.distributed.shared_step import SharedStep

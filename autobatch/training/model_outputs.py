@@ -7,13 +7,13 @@ nan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autobatch._user_errors import contextmanager
 from autobatch.batch.tree import tensors_of
 from autobatch.distributed.sharded.model import sharded_modules
 from autobatch.errors import InvalidArgument

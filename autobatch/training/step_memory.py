@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
+from autobatch._user_errors import contextmanager
 from autobatch.batch.cut import Division
 from autobatch.batch.layout import Layout, MicroBatch
 from autobatch.errors import DoesNotFit

@@ -6,6 +6,7 @@ import gc
 import sys
 import traceback
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,21 @@ class Mine(Exception):
 
 class Slotted(Exception):
     __slots__ = ("code",)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int = 3
+
+
+class Mute(Exception):
+    """Refuses notes in whatever way they are added."""
+
+    def __setattr__(self, name, value):
+        raise RuntimeError("no")
+
+    def add_note(self, note):
+        raise RuntimeError("no")
 
 
 class OddNotes(Exception):
@@ -191,11 +207,11 @@ def test_without_a_step_the_note_names_the_model() -> None:
     assert "step(" not in note
 
 
-@pytest.mark.parametrize("kind", [Slotted, OddNotes, StopIteration])
+@pytest.mark.parametrize("kind", [Slotted, Frozen, Mute, OddNotes, StopIteration])
 @pytest.mark.parametrize("where", ["step", "backward", "optimizer", "weigh"])
 @pytest.mark.parametrize("entry", ["run_fit", "run_step", "run_verify"])
 def test_whatever_its_class_is_the_error_comes_out_itself(entry: str, where: str, kind: type[Exception]) -> None:
-    """Same object, even where its class has no notes of Python's; nothing else is added to it."""
+    """Same object, even where its class refuses notes or attributes; nothing else is added to it."""
     if where == "optimizer" and entry == "run_verify":
         return  # which steps no optimizer
     error = kind()

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Literal
 
 from torch import nn
 
+from autobatch._user_errors import contextmanager
 from autobatch.distributed.agreement import StepAgreement, name_error
 from autobatch.distributed.channel import Channel
 from autobatch.distributed.sharded.model import divisor_of, param_groups, refuse_changed_settings, reset
