@@ -132,7 +132,7 @@ def cut_joined(layouts: Sequence[Layout], _: int = 0) -> list[Group]:
     - They have the same containers with the same keys, and each list is read in the same way.
     - Tensors have the same dtype, device and shape after the first dimension. So texts padded to the longest sample of
       each batch are joined only if these lengths agree.
-    - What all samples share is None, a text or a truth value, and the same. Numbers and scalar tensors may count the
+    - Values that all samples share are None, texts or truth values, and equal. Numbers and scalar tensors may count the
       samples of their own batch.
     - Nothing else is in them. Registered types have no function that joins two, and subclasses of tensors and arrays
       may hold more than their values.

@@ -287,7 +287,7 @@ def infer_example(model: nn.Module) -> Any:
     try:
         one = describe(example).grow(1)
     except InvalidArgument as error:
-        raise NeedsBatch(f"{_name(inner)}.example_input_array is no batch ({error}): pass batch=") from error
+        raise NeedsBatch(f"{_name(inner)}.example_input_array is not a batch ({error}): pass batch=") from error
     device = next((held.device for held in (*inner.parameters(), *inner.buffers())), torch.device("cpu"))
     dtypes = (parameter.dtype for parameter in inner.parameters() if parameter.is_floating_point())
     dtype = next(dtypes, torch.get_default_dtype())

@@ -64,7 +64,7 @@ class TestExampleInput:
     def test_one_that_is_no_batch(self) -> None:
         """One whose tensors disagree is refused by name."""
         with pytest.raises(
-            NeedsBatch, match=r"Net\.example_input_array is no batch .*batch\[0\] has 2, batch\[1\] has 3"
+            NeedsBatch, match=r"Net\.example_input_array is not a batch .*batch\[0\] has 2, batch\[1\] has 3"
         ):
             infer_example(Net(CONV, example_input_array=(torch.ones(2), torch.ones(3))))
 
