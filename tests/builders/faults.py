@@ -510,19 +510,20 @@ class Judge:
     def outcome(self, fault: AbstractContextManager[Any]) -> str:
         """Run one step with the fault in it; returns an outcome, or what is wrong."""
         training = self.training(self.case, **self.options)
-        before = training.state()
+        before, ending = training.state(), ""
         try:
             with fault:
                 result = training.runner.step(training.batch)
         except CannotRetry:
             return "reported"
         except (DoesNotFit, RankFailed):
-            return self._judge_undone(training, before, "undone")
+            ending = "undone"
         except (torch.OutOfMemoryError, KeyboardInterrupt, ValueError):  # BatchNorm refuses one sample
-            return self._judge_undone(training, before, "raised")
+            ending = "raised"
         except Exception as error:
             return f"{type(error).__name__} came out: {error}"
-        return self._judge_committed(training, result)
+        # Only now is the traceback gone: in torch 2.8 it keeps the hooks of a checkpoint active that was interrupted.
+        return self._judge_undone(training, before, ending) if ending else self._judge_committed(training, result)
 
     def _judge_undone(self, training: Training, before: dict[str, Any], outcome: str) -> str:
         changed = differences(training.state(), before)
