@@ -125,6 +125,21 @@ def test_a_signature_is_the_one_that_is_recorded(name: str) -> None:
     assert spell_signature(name) == SIGNATURES[name]
 
 
+def test_what_users_import_has_docstrings() -> None:
+    """Every public function and class has a docstring, and every public method that the package wrote itself."""
+    public = [getattr(autobatch, name) for name in NAMES]
+    objects = [one for one in public if inspect.isclass(one) or inspect.isfunction(one)]
+    methods = [
+        method
+        for one in objects
+        if inspect.isclass(one)
+        for name, method in inspect.getmembers(one, inspect.isfunction)
+        if not name.startswith("_") and method.__module__.startswith("autobatch")
+    ]
+    assert {method.__name__ for method in methods} >= {"step", "run", "explain", "largest"}
+    assert [one.__qualname__ for one in (*objects, *methods) if not one.__doc__] == []
+
+
 def test_one_call_takes_what_the_two_take() -> None:
     """The options of ``Runner.fit`` are the arguments of ``fit`` and of ``Runner``, with the same types."""
     explicit = {"model", "target_batch", "plan", "batch", "step", "optimizer"}
