@@ -23,8 +23,9 @@ _LATE = "_post_accumulate_grad_hooks"
 
 def find_hooks(parameters: Sequence[torch.Tensor]) -> frozenset[int]:
     """Return the keys of hooks on the gradients of trained parameters; each hook of a process has another key."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return frozenset(key for parameter in trained for table in HOOKS_OF(parameter) if table for key in _keys_of(table))
+    hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]  # noqa: SLF001 - no public equivalent
+    tables = [table for p in hooked if p.requires_grad for table in HOOKS_OF(p) if table]
+    return frozenset(key for table in tables for key in _keys_of(table))
 
 
 def refuse_hooks(name: str, parameter: torch.Tensor, known: frozenset[int]) -> None:

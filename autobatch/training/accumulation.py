@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from autobatch._user_errors import contextmanager
 from autobatch.batch.cut import Division, Group, cut_apart
@@ -97,6 +98,8 @@ class Accumulation:
     records: bool = True
     watched: int = _WATCHED_STEPS
     _hooks: frozenset[int] = frozenset()
+    _next_handle: int = 0
+    _held: int = 0
     _is_additive: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
     _stated: StatedCounts = field(default_factory=StatedCounts)
@@ -147,9 +150,11 @@ class Accumulation:
         """
         self._is_watched, self.watched = self.watched > 0, max(self.watched - 1, 0)
         self.leaves_are_known = self.leaves_are_known and not (self._is_watched and self.is_training)
-        self._parameters = self.workload.parameters()
-        if self.is_training and not find_hooks(self._parameters) <= self._hooks:
-            self.workload.check_hooks(self._hooks)
+        self._parameters, self._held = self.workload.parameters(), len(self.workload.held_by_optimizer())
+        if self.is_training:
+            if not (found := find_hooks(self._parameters)) <= self._hooks:
+                self.workload.check_hooks(self._hooks)
+            self._hooks, self._next_handle = found, RemovableHandle.next_id
         return self.try_twice(_COPYING, self._record, self._parameters)
 
     def _record(self, parameters: Sequence[torch.Tensor] = ()) -> Undo:
@@ -209,7 +214,7 @@ class Accumulation:
         if self.in_float32 and len(progress.todo) > 1:
             self._sums.begin(self._parameters)
         try:
-            with self._watch(undo, progress):
+            with self._watch(undo, progress) if self._is_watched else nullcontext():
                 while progress.todo:
                     micro_batch = progress.todo[0]
                     if not micro_batch.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
@@ -244,10 +249,7 @@ class Accumulation:
 
     @contextmanager
     def _watch(self, undo: Undo, progress: AccumulationState) -> Iterator[None]:
-        """In the first steps: record what is written into, and refuse a step that does the training loop's work."""
-        if not self._is_watched:
-            yield
-            return
+        """Record what is written into, and refuse a step that does the training loop's work."""
         recorder = undo.watch(self.written, self._find_apart()) if self.records else nullcontext()
         with self.workload.guard(self._parameters), recorder:
             yield
@@ -371,13 +373,18 @@ class Accumulation:
 
     def drop_gradients(self) -> None:
         """Set every ``.grad`` to ``None``, after an update."""
-        for parameter in self.workload.parameters():  # a forward pass may have made some
+        for parameter in self._find_parameters():
             parameter.grad = None
+
+    def _find_parameters(self) -> Sequence[torch.Tensor]:
+        """Parameters after the passes, which may have made some: a lazy module does in the first step."""
+        has_new = self._is_watched or len(self.workload.held_by_optimizer()) != self._held
+        return self.workload.parameters() if has_new else self._parameters
 
     def _end(self, undo: Undo) -> None:
         self._sums.end()
         undo.release()  # one assignment commits: an interrupt comes before it, and the step is undone, or after it
-        if self.is_training:
+        if self.is_training and RemovableHandle.next_id != self._next_handle:  # the step has registered hooks
             self._hooks = find_hooks(self._parameters)
 
     def _check_counts(self, progress: AccumulationState, *, is_shared: bool) -> None:
@@ -414,7 +421,7 @@ class Accumulation:
 
     def _combine(self, shared: SharedStep, progress: AccumulationState) -> None:
         """Make loss and ``.grad`` those of all ranks; no loss where no sample of any counts."""
-        parameters = self.workload.parameters()  # a forward pass may have made some
+        parameters = self._find_parameters()
         sums = self._sums.take()
         progress.loss = shared.combine(parameters, sums, progress.loss, counted=progress.counted, unit=progress.unit)
         progress.unit = None
@@ -423,7 +430,7 @@ class Accumulation:
         """Multiply the gradients once the true total is known; float32 sums before they are rounded."""
         if factor != 1:
             self._sums.multiply(factor)
-            for parameter in self.workload.parameters():  # a forward pass may have made some
+            for parameter in self._find_parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -210,7 +211,7 @@ class LockstepAccumulation(Accumulation):
             )
         self._runs_spare = True
         try:
-            with self._watch(undo, progress):
+            with self._watch(undo, progress) if self._is_watched else nullcontext():
                 for _ in range(number):
                     self._run_spare(self._spare, progress)
         except Exception as error:

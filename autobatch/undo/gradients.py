@@ -40,6 +40,8 @@ class EarlierGradients:
     @torch.no_grad()
     def add(self) -> None:
         """Make ``.grad`` the sum with what was there; the earlier gradients are not written into."""
+        if not self.are_there:
+            return
         for parameter, earlier in zip(self.parameters, self.gradients, strict=True):
             new = parameter.grad
             if earlier is None:
@@ -57,6 +59,8 @@ class EarlierGradients:
 
         An earlier sparse gradient cannot take a dense sum: there the new tensor stays, as after ``backward``.
         """
+        if not self.are_there:
+            return
         for parameter, earlier in zip(self.parameters, self.gradients, strict=True):
             total = parameter.grad
             if earlier is not None and total is not None and total.is_sparse == earlier.is_sparse:
