@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -28,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
-from autobatch.exactness.gradients import TOLERANCE, is_near
+from autobatch.exactness.gradients import TOLERANCE, is_near, sample_values
 from autobatch.exactness.loss_weights import (
     BY_SIZE,
     EXPLAINS,
@@ -144,7 +143,7 @@ def _is_by_size(measured: Measurement, partitions: Sequence[Parts], exact: Layou
     """Return whether the same few samples, repeated, do not split exactly either: so their number matters."""
     measured.release()
     # Each several times in a row, so that parts have different ones.
-    return measured.again(exact.spread(measured.layout.count)).error(partitions) > TOLERANCE
+    return measured.on(exact.spread(measured.layout.count)).error(partitions) > TOLERANCE
 
 
 def _find_further_causes(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
@@ -168,11 +167,11 @@ def _ignores_gradient(measured: Measurement) -> bool:
     samples depend on each other. A gradient that is not proportional may do no harm: those that are clipped for each
     sample are the same in every part.
     """
-    if measured.scaled_error() <= TOLERANCE:
+    if measured.doubled_error() <= TOLERANCE:
         return False
     half = max(1, measured.layout.count // 2)
     doubled = Layout(measured.layout.pick([*range(half)] * 2), 2 * half, measured.layout.lists)
-    twice = replace(measured.renewing("all"), layout=doubled)
+    twice = measured.renewing("all").on(doubled)
     alone, whole = twice.alone(range(half)), twice.whole_values()
     is_whole = alone is not None and is_near(alone, whole, EXPLAINS)
     return is_whole and not is_near(twice.values(ranges_of((half, half))), whole, EXPLAINS)
@@ -300,7 +299,7 @@ def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measur
         yield names, measured
         return
     divisors = measured.scales().divisors()
-    live = measured.whole_values_by(divisors)
+    live = sample_values(measured.whole(), measured.whole(), divisors)
     measured.release()
     measured.start.restore()
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
@@ -314,7 +313,8 @@ def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measur
                 layer.running_mean = torch.zeros(layer.num_features, dtype=like.dtype, device=like.device)
                 layer.running_var = torch.ones_like(layer.running_mean)
         fixed = measured.again()
-        yield [] if is_near(fixed.whole_values_by(divisors), live, TOLERANCE) else names, fixed
+        now = sample_values(fixed.whole(), fixed.whole(), divisors)
+        yield [] if is_near(now, live, TOLERANCE) else names, fixed
     finally:
         for layer, is_training, mean, variance in before:
             vars(layer).pop("train", None)

@@ -340,7 +340,7 @@ def _measure_changed(measured: Measurement, rows: torch.Tensor, size: float) -> 
     if any(unit.count(batch) != unit.count(layout.batch) for unit in units_of(layout)):
         return None
     try:
-        return measured.whole_values(batch)
+        return measured.values_on(Layout(batch, layout.count, layout.lists))
     except Exception as error:
         if isinstance(error, DoesNotFit) or is_oom(error, handled=handled):
             raise

@@ -18,9 +18,9 @@ import torch
 from autobatch._wrappers import members_of
 from autobatch.batch.layout import Layout
 from autobatch.errors import DoesNotFit
-from autobatch.exactness.comparison import SplitComparison, widened
-from autobatch.exactness.determinism import deterministic
+from autobatch.exactness.determinism import deterministic, widened
 from autobatch.exactness.gradients import relate
+from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.partitions import Parts, ranges_of
 from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
@@ -127,8 +127,7 @@ class _Run:
         # Inside it the optimizer too draws the same numbers, whatever the passes drew.
         with deterministic(workload.model, parameters, random=self._random):
             self._before = _values_of(parameters)
-            comparison = SplitComparison(workload, self.layout, self.device, self.layout.count)
-            comparison.measure(widened(self.layout), self._random).accumulate(parts)
+            Measurement(workload, self.device, widened(self.layout), self._random).accumulate(parts)
             parameters = workload.parameters()  # a forward pass may have made some
             self.reads_samples |= any(getattr(one, "grad_sample", None) is not None for one in parameters)
             if not self._gradients:
