@@ -29,7 +29,6 @@ from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
 from autobatch.exactness.gradients import TOLERANCE, is_near, sample_values
 from autobatch.exactness.loss_weights import (
-    BY_SIZE,
     EXPLAINS,
     NO_MEAN,
     error_of,
@@ -88,11 +87,7 @@ _SEVERAL_TERMS = (
     "counts of their own: return a dict of losses, and a dict of their counts by the same names from weigh="
 )
 _NOT_FOUND = "its cause was not found: no experiment of this check explains the difference"
-_ONE_AFTER_ANOTHER = (
-    "its cause was not found: each micro-batch by itself is exact, and one after another they are not, though nothing "
-    "that could be put back between them makes a difference"
-)
-_OPEN = (_COUPLED, _SEVERAL_TERMS, _NOT_FOUND, NO_MEAN, BY_SIZE)
+_OPEN = (_COUPLED, _SEVERAL_TERMS, _NOT_FOUND, NO_MEAN)
 """Causes that a step may have that depends on the number of samples of its micro-batch."""
 
 
@@ -156,7 +151,7 @@ def _find_further_causes(measured: Measurement, partitions: Sequence[Parts]) -> 
     for rows in chain(*partitions):  # if a part alone shows draws to be of another kind, all before is void
         measured.alone(rows)
     if _are_counts_right(measured, partitions):
-        return causes or (_ONE_AFTER_ANOTHER,)
+        return causes or (_NOT_FOUND,)
     return (*causes, *_find_last_causes(measured, partitions))
 
 
@@ -227,16 +222,12 @@ def _find_last_causes(measured: Measurement, partitions: Sequence[Parts]) -> tup
         return (cause_by_weight,)
     if _is_exact_in_pairs(measured):
         return (_PAIRED,)
-    if any(_is_exact_in(order, measured, partitions) for order in _ORDERS):
-        return (_SHUFFLED,)
-    return (_name_coupling(coupled=find_coupling(measured), has_weights=cause_by_weight is not None),)
-
-
-def _name_coupling(*, coupled: bool | None, has_weights: bool) -> str:
+    shuffled = any(_is_exact_in(order, measured, partitions) for order in _ORDERS)
+    coupled = shuffled or find_coupling(measured)
     if coupled:
-        return _COUPLED
+        return (_SHUFFLED if shuffled else _COUPLED,)
     # If some weights explain the whole, it is not a sum of several terms.
-    return _SEVERAL_TERMS if coupled is False and not has_weights else _NOT_FOUND
+    return (_SEVERAL_TERMS if coupled is False and cause_by_weight is None else _NOT_FOUND,)
 
 
 def _find_added_terms(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:

@@ -50,14 +50,7 @@ _DIVIDES_ITSELF = "; opacus divides a batch itself: BatchMemoryManager(max_physi
 def check_update(verdict: Verdict, workload: Workload, layout: Layout, device: Device, state: TrainingState) -> Verdict:
     """Return the verdict of a split whose gradient is exact; inexact if the optimizer makes another update of it.
 
-    It runs two optimizer steps, each from the state that was recorded, and a third one if they differ.
-
-    Args:
-        verdict: Exact.
-        workload: Model, step and optimizer.
-        layout: Samples, of which as many are taken as the verdict compared.
-        device: Device of the runs, inside the limit of the comparison.
-        state: The state at the start of ``fit``, which rewinds and restores everything.
+    It runs two optimizer steps, each from ``state``, and a third one if they differ.
     """
     members = [] if workload.optimizer is None else members_of(workload.optimizer)
     if all(type(member).__module__.startswith("torch.optim") for member in members):
