@@ -53,7 +53,7 @@ class SplitComparison:
 
     Attributes:
         workload: The workload, in the mode in which its model is.
-        layout: Samples, of which some are taken from first to last (``batch.chosen_rows``).
+        layout: Samples, of which some are taken from first to last (``Layout.spread``).
         device: Device of the runs.
         after_trials: Whether the step is known to run, so that its errors make the result "unchecked". And if BatchNorm
             explains the first partition, no cause is looked for.
@@ -89,6 +89,11 @@ class SplitComparison:
                 return None, str(error) if is_ours else reason
             if not self.after_trials and (is_ours or self.is_free is None):
                 raise
+        if (
+            not self.after_trials and not self.exact_at
+        ):  # raises the step's error if it is raised without our changes too
+            with self._measure(self.layout.spread(samples, self.order)) as measured:
+                measured.whole()
         if self.exact_at:
             return unchecked(f"more of them raise {self._show(reason)}"), ""
         return unchecked(reason if is_ours else f"the step cannot be made deterministic ({self._show(reason)})"), ""
@@ -170,6 +175,7 @@ class SplitComparison:
                 return self._judge(measured, larger)
             return unchecked(f"single samples cannot be run, and {samples} are too few to divide otherwise")
         if refused:
+            measured.repeat_error()  # raises if all samples do not run any more either
             return unchecked(f"the step raised an error at {plural(refused, 'sample')} ({self._show(reason)})")
         if error <= TOLERANCE:
             return _verdict(error, samples, sizes)
