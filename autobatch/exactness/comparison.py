@@ -1,7 +1,7 @@
-"""Compares the gradient of a few samples with that of their parts, by the code that trains.
+"""Compares the gradient of some samples with that of their parts, by the code that trains.
 
-1. First cheaply: the step as it is, or repeatable if a first pass has drawn anything. If it is exact, that is all.
-2. Otherwise in float64, in a repeatable step, in every kind of partition: what was rounding is gone.
+1. First cheaply, in float32: the step as it is, or repeatable if it draws. If that is exact, it is all.
+2. Otherwise in float64, in a repeatable step, in every kind of partition: there rounding is gone.
 3. If that differs, causes are looked for.
 """
 
@@ -10,36 +10,31 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from math import inf, isfinite
+from math import inf
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from autobatch._formatting import plural
 from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
-from autobatch.batch.tree import is_array, leaves_of, map_tensors, tensors_of
+from autobatch.batch.tree import is_array, leaves_of, tensors_of
 from autobatch.errors import AutobatchError, DoesNotFit
-from autobatch.exactness.determinism import deterministic, full_precision, is_narrow, widen
+from autobatch.exactness.determinism import deterministic, full_precision, is_narrow, widened
 from autobatch.exactness.diagnosis import find_causes, find_uncontrolled_generators, judge_batch_norm
 from autobatch.exactness.gradients import TOLERANCE
 from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.partitions import Parts, Sizes, crossings, partitions_of, ranges_of
-from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
 from autobatch.step.batch_norm import batch_norms_in_train_mode
 from autobatch.step.workload import Workload
-from autobatch.undo.module_state import ModuleState
 from autobatch.undo.random_state import HostRandomState
-from autobatch.undo.undo import Undo
 
 _log = logging.getLogger("autobatch")
 
@@ -51,12 +46,6 @@ _HIDDEN = " (it makes no difference with the values that parameters have now, an
 Side = Literal["", "against", "along"]
 """How parameters have moved: not at all, against their gradient, or along it."""
 
-_STILL: Side = ""
-
-
-class _ModelDoesNotFit(DoesNotFit):
-    """Memory ran out before a sample was run, so fewer samples would not fit either."""
-
 
 @dataclass
 class SplitComparison:
@@ -64,175 +53,191 @@ class SplitComparison:
 
     Attributes:
         workload: The workload, in the mode in which its model is.
-        layout: Samples, of which some are taken from first to last (``batch.chosen_rows``).
+        layout: Samples, of which some are taken from first to last (``Layout.spread``).
         device: Device of the runs.
-        most: Number of samples that are taken; fewer if memory runs out.
-        after_trials: Whether the step is known to run, so that an error comes from making it repeatable or from
-            splitting it, and the result is "unchecked". And if BatchNorm explains the first partition, no cause is
-            looked for.
-        exact_at: Number of samples for which a smaller comparison has found the split exact; 0 if none has.
-        order: Rows in the order in which steps take them, if it differs from the batch's order.
-        is_trimmed: Whether the step trims parts.
+        after_trials: Whether the step is known to run, so that its errors make the result "unchecked". And if BatchNorm
+            explains the first partition, no cause is looked for.
         explains: Whether causes are looked for.
-        writes: Whether the step writes into memory that has to be put back; ``None`` if that is not known.
+        order: Rows in the order in which steps take them, if it differs from the batch's order.
+        exact_at: Number of samples for which a smaller comparison has found the split exact; 0 if none has.
+        is_free: Whether the step draws nothing and is not in half precision; ``None`` before it has run.
+        writes: Whether the step writes into memory that has to be put back; ``None`` before it has run.
     """
 
     workload: Workload
     layout: Layout
     device: Device
-    most: int
     after_trials: bool = False
-    exact_at: int = 0
-    order: Sequence[int] | None = None
-    is_trimmed: bool = False
     explains: bool = True
+    order: Sequence[int] | None = None
+    exact_at: int = 0
+    is_free: bool | None = None
     writes: bool | None = None
-
-    def run(self) -> Verdict:
-        """Return the verdict, with its seconds. If the step is used wrongly, raise what it raises, but after trials."""
-        started = time.perf_counter()
-        for parameter in self.workload.parameters():
-            parameter.grad = None
-        samples, verdict = min(self.layout.count, self.most), None
-        reason = "the batch has one sample, and one cannot be split"
-        while samples >= 2 and verdict is None:
-            verdict, shortage = self.attempt(samples)
-            if verdict is None:
-                self.device.reclaim()  # only now, after the ``except`` block, are the failed attempt's frames gone
-                samples, reason = samples // 2, f"memory ran out with two samples at once ({shortage})"
-        return (verdict or _unchecked(reason)).model_copy(update={"seconds": time.perf_counter() - started})
 
     @torch.enable_grad()
     def attempt(self, samples: int, partitions: Sequence[Sizes] = ()) -> tuple[Verdict | None, str]:
         """Return the verdict on these partitions, or on the usual ones; or ``None``, and why memory ran out.
 
-        Raises AutobatchError if the step is used wrongly, except after trials, and what the step itself raises.
+        Except after trials, raises what the step itself raises, and AutobatchError if the step is used wrongly.
         """
         handled = sys.exc_info()[1]
         try:
-            return self._compare(samples, partitions), ""
-        except _ModelDoesNotFit as shortage:
-            return None if self.exact_at else _unchecked(str(shortage)), str(shortage)
+            return self._compare(self.layout.spread(samples, self.order), partitions), ""
         except Exception as error:
-            reason, kind = describe_error(error, handled=handled), type(error).__name__
-            is_ours = isinstance(error, AutobatchError)
+            reason, is_ours = describe_error(error, handled=handled), isinstance(error, AutobatchError)
             if isinstance(error, DoesNotFit) or is_oom(error, handled=handled):
                 return None, str(error) if is_ours else reason
-            if is_ours and not self.after_trials:
+            if not self.after_trials and (is_ours or self.is_free is None):
                 raise
+        if (
+            not self.after_trials and not self.exact_at
+        ):  # raises the step's error if it is raised without our changes too
+            with self._measure(self.layout.spread(samples, self.order)) as measured:
+                measured.whole()
         if self.exact_at:
-            _log.info("%d samples at once could not be compared: %s", samples, reason)
-            return _unchecked(f"more of them raise {kind}; its text is in the log"), ""
-        if is_ours:
-            return _unchecked(reason), ""
-        if not self.after_trials:  # raises the step's error if it is raised without our changes too
-            self.measure(self.layout.spread(samples, self.order), None).whole()
-        return _unchecked(f"the step cannot be made deterministic ({self._show(reason)})"), ""
+            return unchecked(f"more of them raise {self._show(reason)}"), ""
+        return unchecked(reason if is_ours else f"the step cannot be made deterministic ({self._show(reason)})"), ""
 
-    def _compare(self, samples: int, partitions: Sequence[Sizes]) -> Verdict:
+    def _compare(self, few: Layout, partitions: Sequence[Sizes]) -> Verdict:
         """Compare as cheaply as the answer allows."""
-        if not partitions and not _differ(self.layout.spread(samples, self.order)):
-            return _unchecked(f"{samples} samples of the batch are all alike: pass a batch of samples that differ")
-        quick, moved = (None, _STILL) if self.is_trimmed else self._look_quickly(samples, partitions)
+        if not partitions and not _differ(few):
+            return unchecked(f"{few.count} samples of the batch are all alike: pass a batch of samples that differ")
+        quick, moved = self._look_quickly(few, partitions)
         if quick is not None:
             return quick
-        verdict = self._look_closely(samples, partitions)
-        if verdict.exact and moved:
-            return self._look_for_hidden(samples, moved, verdict)
-        return verdict
-
-    def _look_quickly(self, samples: int, partitions: Sequence[Sizes]) -> tuple[Verdict | None, Side]:
-        """Compare in float32; return the verdict if that shows it, and how parameters had moved if they differ."""
-        moved = _STILL
+        verdict = self._look_closely(few, partitions)
+        if not (verdict.exact and moved):
+            return verdict
         try:
-            with ExitStack() as stack:
-                measured = self._find_first(samples, stack)
+            hidden = self._look_closely(few, (), moved)
+        except Exception as error:  # noqa: BLE001 - a step that does not run with other values
+            _log.info("the check was not repeated with moved parameters: %s", describe_error(error))
+            return verdict
+        if hidden.exact or hidden.unchecked:
+            return verdict
+        causes = (*hidden.causes[:-1], *(f"{cause}{_HIDDEN}" for cause in hidden.causes[-1:]))
+        return hidden.model_copy(update={"causes": causes})
+
+    def _look_quickly(self, few: Layout, partitions: Sequence[Sizes]) -> tuple[Verdict | None, Side]:
+        """Compare in float32; return the verdict if that shows it, and how parameters had moved if they differ."""
+        moved: Side = ""
+        try:
+            with self._measure_quickly(few) as measured:
                 if not 0 < measured.norm() < inf:
                     return None, moved
                 if batch_norms_in_train_mode(self.workload.model):
-                    sizes = (partitions or partitions_of(samples, 2) or partitions_of(samples, 1))[0]
+                    sizes = (partitions or partitions_of(few.count, 2) or partitions_of(few.count, 1))[0]
                     return (judge_batch_norm(measured, ranges_of(sizes)) if self.after_trials else None), moved
                 if partitions:
-                    error = measured.error([*map(ranges_of, partitions)])
+                    error = measured.error([ranges_of(sizes) for sizes in partitions])
                 else:
-                    rows, columns = crossings(samples)
-                    partitions = [*dict.fromkeys(tuple(map(len, parts)) for parts in (rows, columns))]
-                    error, moved = _compare_moved(measured, rows, columns)
+                    sides = crossings(few.count)
+                    partitions = [*dict.fromkeys(tuple(map(len, parts)) for parts in sides)]
+                    error, moved = measured.error_after_moves(*sides)
                 exact = error <= TOLERANCE
                 if exact or (error > _SURELY and not self.explains):
-                    tried = tuple(partitions)
-                    return Verdict(exact=exact, relative_error=error, samples=samples, partitions=tried), moved
-        except AutobatchError:  # such as a step that writes into its batch
-            raise
-        except Exception as error:  # noqa: BLE001 - a step that refuses single samples, or such values
+                    return _verdict(error, few.count, partitions), moved
+        except Exception as error:
+            if isinstance(error, AutobatchError) or self.is_free is None:
+                raise
+            # A step that refuses single samples, or such values.
             _log.debug("the quick comparison was left: %s", describe_error(error))
         return None, moved
 
-    def _find_first(self, samples: int, stack: ExitStack) -> Measurement:
-        """Return a measurement of the step as it is; of a repeatable one if it draws, or is in half precision."""
-        few = self.layout.spread(samples, self.order)
-        if not is_narrow([*self.workload.parameters(), *tensors_of(few.batch)]):
-            stack.enter_context(full_precision())
-            measured = self._begin(stack, widened(few), None)
-            before = _read_generators(self.device.torch_device)
-            measured.whole()
-            self.writes = measured.writes
-            if _read_generators(self.device.torch_device) == before:
-                return measured
-            measured.start.restore()
-        random = stack.enter_context(self._repeatable(torch.float32))
-        return self._begin(stack, widened(few), random)
-
-    def _look_closely(self, samples: int, partitions: Sequence[Sizes], moves: Side = _STILL) -> Verdict:
+    def _look_closely(self, few: Layout, partitions: Sequence[Sizes], moved: Side = "") -> Verdict:
         """Return the verdict of float64, in which a difference of rounding is gone; of float32 if that fails."""
-        handled, partitions = sys.exc_info()[1], partitions or partitions_of(samples, 1)
+        handled, partitions = sys.exc_info()[1], partitions or partitions_of(few.count, 1)
         try:
-            with self._measuring(samples, torch.float64, moves) as measured:
+            with self._measure(few, torch.float64, moved) as measured:
                 return self._judge(measured, partitions)
         except Exception as error:  # noqa: BLE001 - too little memory for float64, or a step that insists on float32
             _log.info("the check was not repeated in float64: %s", describe_error(error, handled=handled))
         self.device.reclaim()
-        with self._measuring(samples, torch.float32, moves) as measured:
+        with self._measure(few, torch.float32, moved) as measured:
             return self._judge(measured, partitions)
 
-    def _look_for_hidden(self, samples: int, moves: Side, exact: Verdict) -> Verdict:
-        """Return the verdict after parameters have moved if it is inexact, else the exact one of their own values."""
+    def _judge(self, measured: Measurement, sizes: Sequence[Sizes]) -> Verdict:
+        """Return the verdict of these partitions, with causes; of larger parts if a single sample cannot run."""
+        handled, samples, partitions = sys.exc_info()[1], measured.layout.count, [ranges_of(one) for one in sizes]
+        if not 0 < measured.norm() < inf:
+            nothing = f"{samples} samples of the batch count for nothing: no gradient to compare"
+            infinite = f"the gradient of {samples} samples of the batch at once is not finite"
+            return unchecked(infinite if measured.norm() else nothing)
+        measured.keeps_values, refused = self.explains, 0
         try:
-            found = self._look_closely(samples, (), moves)
-        except Exception as error:  # noqa: BLE001 - a step that does not run with other values
-            _log.info("the check was not repeated with moved parameters: %s", describe_error(error))
-            return exact
-        if found.exact or found.unchecked:
-            return exact
-        causes = *found.causes[:-1], *(f"{cause}{_HIDDEN}" for cause in found.causes[-1:])
-        return found.model_copy(update={"causes": causes})
-
-    def _judge(self, measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
-        samples, norm = measured.layout.count, measured.norm()
-        if norm == 0:
-            return _unchecked(f"{samples} samples of the batch count for nothing: no gradient to compare")
-        if not isfinite(norm):
-            return _unchecked(f"the gradient of {samples} samples of the batch at once is not finite")
-        return self._judge_unless_refused(measured, partitions)
-
-    def _judge_unless_refused(self, measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
-        """Return the same; or that a part raises an error, if all samples run.
-
-        BatchNorm refuses a single sample, and so does a model that squeezes its batch: they are judged by larger parts.
-        """
-        handled, samples = sys.exc_info()[1], measured.layout.count
-        try:
-            return self._judge_partitions(measured, partitions)
+            error = measured.error(partitions)
         except Exception as raised:
             refused, reason = measured.running, describe_error(raised, handled=handled)
             if refused == samples or isinstance(raised, AutobatchError) or is_oom(raised, handled=handled):
                 raise
-        if refused == 1 and partitions == partitions_of(samples, 1):
+        if refused == 1 and sizes == partitions_of(samples, 1):  # as BatchNorm does, or a model that squeezes its batch
             if larger := partitions_of(samples, 2):
-                return self._judge_unless_refused(measured, larger)
-            return _unchecked(f"single samples cannot be run, and {samples} are too few to divide otherwise")
-        measured.repeat_error()  # raises if all samples do not run any more either
-        return _unchecked(f"the step raised an error at {plural(refused, 'sample')} ({self._show(reason)})")
+                return self._judge(measured, larger)
+            return unchecked(f"single samples cannot be run, and {samples} are too few to divide otherwise")
+        if refused:
+            measured.repeat_error()  # raises if all samples do not run any more either
+            return unchecked(f"the step raised an error at {plural(refused, 'sample')} ({self._show(reason)})")
+        if error <= TOLERANCE:
+            return _verdict(error, samples, sizes)
+        return self._judge_difference(measured, sizes, error)
+
+    def _judge_difference(self, measured: Measurement, sizes: Sequence[Sizes], error: float) -> Verdict:
+        """Return the verdict of partitions that differ, with modules and causes."""
+        partitions = [ranges_of(one) for one in sizes]
+        if uncontrolled := find_uncontrolled_generators(measured):
+            return unchecked(uncontrolled)
+        modules = measured.find_modules(partitions)
+        causes = self._explain(measured, partitions) if self.explains else ()
+        found = _verdict(modules[0].relative_error if modules else error, measured.layout.count, sizes)
+        return found.model_copy(update={"exact": False, "modules": modules, "causes": causes})
+
+    def _explain(self, measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
+        """Return the causes. If looking for them fails, the verdict stands."""
+        handled = sys.exc_info()[1]
+        try:
+            is_by_number = self.exact_at and self.order is None
+            exact = widened(self.layout.spread(self.exact_at), torch.float64) if is_by_number else None
+            return find_causes(measured, partitions, exact)
+        except Exception as error:
+            if is_oom(error, handled=handled) or isinstance(error, DoesNotFit):
+                raise
+            _log.exception("looking for the cause of an inexact split failed")
+            return (f"its cause could not be found ({type(error).__name__}; its text is in the log)",)
+
+    @contextmanager
+    def _measure_quickly(self, few: Layout) -> Iterator[Measurement]:
+        """Yield a measurement of the step as it is; of a repeatable one if it draws, or is in half precision."""
+        if self.is_free is not False:
+            with self._measure(few) as measured:
+                if self.is_free is None:
+                    before = _read_generators(self.device.torch_device)
+                    measured.whole()
+                    self.writes = measured.writes
+                    is_still = _read_generators(self.device.torch_device) == before
+                    self.is_free = is_still and not is_narrow([*self.workload.parameters(), *tensors_of(few.batch)])
+                if self.is_free:
+                    yield measured
+                    return
+        with self._measure(few, torch.float32) as measured:
+            yield measured
+
+    @contextmanager
+    def _measure(self, few: Layout, dtype: torch.dtype | None = None, moved: Side = "") -> Iterator[Measurement]:
+        """Yield a measurement of the step as it is, or of a repeatable one, after parameters have moved."""
+        model, random = self.workload.model, None
+        with ExitStack() as stack:
+            if dtype is None:
+                stack.enter_context(full_precision())
+            else:
+                random = stack.enter_context(deterministic(model, self.workload.parameters(), dtype))
+                few = widened(few, dtype)
+            if moved:
+                mirror = stack.enter_context(Measurement(self.workload, self.device, few, random).moved())
+                if moved == "along":
+                    mirror()
+            measured = Measurement(self.workload, self.device, few, random, writes=self.writes)
+            stack.callback(measured.start.restore)  # the next comparison begins with the state of this one
+            yield measured
 
     def _show(self, reason: str) -> str:
         """Return an error's text; its type alone if the verdict is stored with a plan, as the text may be anything."""
@@ -241,108 +246,14 @@ class SplitComparison:
         _log.info("the split could not be checked: %s", reason)
         return f"{reason.partition(':')[0]}; its text is in the log"
 
-    def _judge_partitions(self, measured: Measurement, sizes: Sequence[Sizes]) -> Verdict:
-        partitions = [*map(ranges_of, sizes)]
-        error = measured.error(partitions)
-        if error > TOLERANCE and (uncontrolled := find_uncontrolled_generators(measured)):
-            return _unchecked(uncontrolled)
-        verdict = Verdict(
-            exact=error <= TOLERANCE, relative_error=error, samples=measured.layout.count, partitions=tuple(sizes)
-        )
-        if verdict.exact:
-            return verdict
-        modules = measured.find_modules(partitions)
-        causes = self._explain(measured, partitions) if self.explains else ()
-        error = modules[0].relative_error if modules else error
-        return verdict.model_copy(update={"relative_error": error, "modules": modules, "causes": causes})
 
-    def _explain(self, measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
-        """Return the causes. If looking for them fails, the verdict stands."""
-        handled = sys.exc_info()[1]
-        try:
-            is_by_number = self.exact_at and self.order is None
-            few = widened(self.layout.spread(self.exact_at), torch.float64) if is_by_number else None
-            return find_causes(measured, partitions, few)
-        except Exception as error:
-            if is_oom(error, handled=handled) or isinstance(error, DoesNotFit):
-                raise
-            _log.exception("looking for the cause of an inexact split failed")
-            return (f"its cause could not be found ({type(error).__name__}; its text is in the log)",)
-
-    @contextmanager
-    def _measuring(self, samples: int, dtype: torch.dtype, moves: Side = _STILL) -> Iterator[Measurement]:
-        """Yield a measurement of samples that are spread over the batch, in a repeatable step."""
-        with ExitStack() as stack:
-            random = stack.enter_context(self._repeatable(dtype))
-            layout = widened(self.layout.spread(samples, self.order), dtype)
-            if moves:
-                mirror = stack.enter_context(self.measure(layout, random).moved())
-                if moves == "along":
-                    mirror()
-            measured = self._begin(stack, layout, random)
-            yield replace(measured, diagnoses=self.explains)
-
-    @contextmanager
-    def _repeatable(self, dtype: torch.dtype) -> Iterator[SampleNumbers]:
-        """Make the step repeatable; raises DoesNotFit if the widened model does not fit."""
-        handled = sys.exc_info()[1]
-        with ExitStack() as stack:
-            try:
-                random = stack.enter_context(deterministic(self.workload.model, self.workload.parameters(), dtype))
-            except Exception as error:
-                if not is_oom(error, handled=handled):
-                    raise
-                reason = describe_error(error, handled=handled)
-                raise _ModelDoesNotFit(f"the model does not fit in memory in float32 ({reason})") from None
-            yield random
-
-    def _begin(self, stack: ExitStack, layout: Layout, random: SampleNumbers | None) -> Measurement:
-        """Return a measurement; the next comparison begins with the state with which this one began."""
-        measured = self.measure(layout, random)
-        stack.callback(measured.start.restore)
-        return measured
-
-    def measure(self, layout: Layout, random: SampleNumbers | None) -> Measurement:
-        """Return a measurement that begins with the state as it is now."""
-        model, device = self.workload.model, self.device.torch_device
-        modules = [module for module in self.workload.outside() if isinstance(module, nn.Module)]
-        outside = ModuleState([part for module in modules for part in module.modules()])
-        start = Undo(model, device)
-        return Measurement(self.workload, self.device, layout, start, outside, random, writes=self.writes)
+def unchecked(reason: str) -> Verdict:
+    """Return a verdict that says why there is none."""
+    return Verdict(exact=False, relative_error=0.0, unchecked=reason)
 
 
-def _compare_moved(measured: Measurement, rows: Parts, columns: Parts) -> tuple[float, Side]:
-    """Return the error after parameters have moved, and the last side; if memory is too short for a copy, they stay."""
-    try:
-        return _compare_sides(measured, rows, columns)
-    except DoesNotFit as shortage:
-        _log.info("the check was not repeated with moved parameters: %s", shortage)
-    measured.device.reclaim()  # only now, after the ``except`` block, are the failed attempt's frames gone
-    return measured.after_move().error([rows, columns]), _STILL
-
-
-def _compare_sides(measured: Measurement, rows: Parts, columns: Parts) -> tuple[float, Side]:
-    """Return the error after parameters have moved, to both sides, and the last side.
-
-    A term that compares samples may be 0 with the values that parameters have. One side alone may not show it, as a
-    mean may be kept from below 0.
-    """
-    with measured.moved() as mirror:
-        error = _error_at(measured.after_move(), rows)
-        if error > TOLERANCE:
-            return error, "against"
-        mirror()
-        return max(error, _error_at(measured.after_move(), columns)), "along"
-
-
-def _error_at(measured: Measurement, parts: Parts) -> float:
-    """Return the error of one partition; infinite without a gradient to compare."""
-    return measured.error([parts]) if 0 < measured.norm() < inf else inf
-
-
-def widened(layout: Layout, dtype: torch.dtype = torch.float32) -> Layout:
-    """Return a copy of a batch, in ``dtype`` where it is narrower."""
-    return Layout(map_tensors(layout.batch, lambda tensor: widen(tensor, dtype)), layout.count, layout.lists)
+def _verdict(error: float, samples: int, partitions: Sequence[Sizes]) -> Verdict:
+    return Verdict(exact=error <= TOLERANCE, relative_error=error, samples=samples, partitions=tuple(partitions))
 
 
 def _read_generators(device: torch.device) -> bytes:
@@ -367,7 +278,3 @@ def _same(first: Any, second: Any) -> bool:
         return bool(first is second or type(first) is not type(second) or first == second)
     except (TypeError, ValueError, RuntimeError):  # objects that compare their arrays value by value
         return False
-
-
-def _unchecked(reason: str) -> Verdict:
-    return Verdict(exact=False, relative_error=0.0, unchecked=reason)

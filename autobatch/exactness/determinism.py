@@ -23,6 +23,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from autobatch._user_errors import contextmanager
+from autobatch.batch.layout import Layout
+from autobatch.batch.tree import map_tensors
 from autobatch.exactness.sample_numbers import SampleNumbers, running_frames
 from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator
 
@@ -76,6 +78,11 @@ def widen(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
     """Copy a tensor, to ``dtype`` if it is narrower; a leaf that requires a gradient if the original does."""
     wide = tensor.detach().to(_WIDER[dtype].get(tensor.dtype, tensor.dtype), copy=True)
     return wide.requires_grad_(tensor.requires_grad)
+
+
+def widened(layout: Layout, dtype: torch.dtype = torch.float32) -> Layout:
+    """Return a copy of a batch, in ``dtype`` where it is narrower."""
+    return Layout(map_tensors(layout.batch, lambda tensor: widen(tensor, dtype)), layout.count, layout.lists)
 
 
 def is_narrow(tensors: Sequence[torch.Tensor]) -> bool:

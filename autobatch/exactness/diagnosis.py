@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -28,9 +27,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
-from autobatch.exactness.gradients import TOLERANCE, is_near
+from autobatch.exactness.gradients import TOLERANCE, is_near, sample_values
 from autobatch.exactness.loss_weights import (
-    BY_SIZE,
     EXPLAINS,
     NO_MEAN,
     error_of,
@@ -89,11 +87,7 @@ _SEVERAL_TERMS = (
     "counts of their own: return a dict of losses, and a dict of their counts by the same names from weigh="
 )
 _NOT_FOUND = "its cause was not found: no experiment of this check explains the difference"
-_ONE_AFTER_ANOTHER = (
-    "its cause was not found: each micro-batch by itself is exact, and one after another they are not, though nothing "
-    "that could be put back between them makes a difference"
-)
-_OPEN = (_COUPLED, _SEVERAL_TERMS, _NOT_FOUND, NO_MEAN, BY_SIZE)
+_OPEN = (_COUPLED, _SEVERAL_TERMS, _NOT_FOUND, NO_MEAN)
 """Causes that a step may have that depends on the number of samples of its micro-batch."""
 
 
@@ -144,7 +138,7 @@ def _is_by_size(measured: Measurement, partitions: Sequence[Parts], exact: Layou
     """Return whether the same few samples, repeated, do not split exactly either: so their number matters."""
     measured.release()
     # Each several times in a row, so that parts have different ones.
-    return measured.again(exact.spread(measured.layout.count)).error(partitions) > TOLERANCE
+    return measured.on(exact.spread(measured.layout.count)).error(partitions) > TOLERANCE
 
 
 def _find_further_causes(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
@@ -157,7 +151,7 @@ def _find_further_causes(measured: Measurement, partitions: Sequence[Parts]) -> 
     for rows in chain(*partitions):  # if a part alone shows draws to be of another kind, all before is void
         measured.alone(rows)
     if _are_counts_right(measured, partitions):
-        return causes or (_ONE_AFTER_ANOTHER,)
+        return causes or (_NOT_FOUND,)
     return (*causes, *_find_last_causes(measured, partitions))
 
 
@@ -168,11 +162,11 @@ def _ignores_gradient(measured: Measurement) -> bool:
     samples depend on each other. A gradient that is not proportional may do no harm: those that are clipped for each
     sample are the same in every part.
     """
-    if measured.scaled_error() <= TOLERANCE:
+    if measured.doubled_error() <= TOLERANCE:
         return False
     half = max(1, measured.layout.count // 2)
     doubled = Layout(measured.layout.pick([*range(half)] * 2), 2 * half, measured.layout.lists)
-    twice = replace(measured.renewing("all"), layout=doubled)
+    twice = measured.renewing("all").on(doubled)
     alone, whole = twice.alone(range(half)), twice.whole_values()
     is_whole = alone is not None and is_near(alone, whole, EXPLAINS)
     return is_whole and not is_near(twice.values(ranges_of((half, half))), whole, EXPLAINS)
@@ -228,16 +222,12 @@ def _find_last_causes(measured: Measurement, partitions: Sequence[Parts]) -> tup
         return (cause_by_weight,)
     if _is_exact_in_pairs(measured):
         return (_PAIRED,)
-    if any(_is_exact_in(order, measured, partitions) for order in _ORDERS):
-        return (_SHUFFLED,)
-    return (_name_coupling(coupled=find_coupling(measured), has_weights=cause_by_weight is not None),)
-
-
-def _name_coupling(*, coupled: bool | None, has_weights: bool) -> str:
+    shuffled = any(_is_exact_in(order, measured, partitions) for order in _ORDERS)
+    coupled = shuffled or find_coupling(measured)
     if coupled:
-        return _COUPLED
+        return (_SHUFFLED if shuffled else _COUPLED,)
     # If some weights explain the whole, it is not a sum of several terms.
-    return _SEVERAL_TERMS if coupled is False and not has_weights else _NOT_FOUND
+    return (_SEVERAL_TERMS if coupled is False and cause_by_weight is None else _NOT_FOUND,)
 
 
 def _find_added_terms(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
@@ -300,7 +290,7 @@ def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measur
         yield names, measured
         return
     divisors = measured.scales().divisors()
-    live = measured.whole_values_by(divisors)
+    live = sample_values(measured.whole(), measured.whole(), divisors)
     measured.release()
     measured.start.restore()
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
@@ -314,7 +304,8 @@ def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measur
                 layer.running_mean = torch.zeros(layer.num_features, dtype=like.dtype, device=like.device)
                 layer.running_var = torch.ones_like(layer.running_mean)
         fixed = measured.again()
-        yield [] if is_near(fixed.whole_values_by(divisors), live, TOLERANCE) else names, fixed
+        now = sample_values(fixed.whole(), fixed.whole(), divisors)
+        yield [] if is_near(now, live, TOLERANCE) else names, fixed
     finally:
         for layer, is_training, mean, variance in before:
             vars(layer).pop("train", None)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
 from autobatch.batch.tree import fields_of, map_tensors
 from autobatch.errors import DoesNotFit
@@ -26,14 +25,9 @@ from autobatch.memory.oom import is_oom
 
 NO_MEAN = (
     "the loss is not a mean over samples: what each counts for depends on the losses themselves (a maximum, logsumexp, "
-    "a root or another function of a mean), which no weighing makes exact: return the mean of each sample's own loss, "
-    "or choose the target so that a micro-batch is the unit you want"
-)
-
-BY_SIZE = (
-    "the loss is not a mean over samples: what each counts for depends on how many samples its micro-batch has (a "
-    "power of their number, a branch on it), which no weighing makes exact: divide by the number of samples, or choose "
-    "the target so that a micro-batch is the unit you want"
+    "a root or another function of a mean) or on how many samples its micro-batch has (a power of their number, a "
+    "branch on it), which no weighing makes exact: return the mean of each sample's own loss, or choose the target so "
+    "that a micro-batch is the unit you want"
 )
 
 EXPLAINS = 1e-3
@@ -181,7 +175,7 @@ def _explain_weights(measured: Measurement, partitions: Sequence[Parts], counted
             f"the loss is a mean over something else than {counted}, such as class weights: pass weigh= "
             f"that sums what the loss is divided by"
         )
-    return BY_SIZE if _are_of_sizes(partitions, weights) else ""
+    return NO_MEAN if _are_of_sizes(partitions, weights) else ""
 
 
 def _find_best_unit(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, float]:
@@ -198,14 +192,7 @@ def _find_best_unit(measured: Measurement, partitions: Sequence[Parts]) -> tuple
 def error_of(
     measured: Measurement, partitions: Iterable[Parts], counts: Mapping[str, float] | None = None, *, sums: bool = False
 ) -> float:
-    """Return how far the weighed mean (or the sum) of the parts' gradients is from the whole, in the worst partition.
-
-    Args:
-        measured: Of the whole and the parts.
-        partitions: The parts.
-        counts: What each part counts for; default: its samples.
-        sums: Whether the parts' gradients are added up unweighed.
-    """
+    """Return how far the parts' gradients, added up or weighed by counts or samples, are from the whole."""
     whole, worst = measured.whole_values(), 0.0
     for parts in partitions:
         weights = [1.0 if sums else float(len(rows)) if counts is None else counts[str(rows)] for rows in parts]
@@ -250,9 +237,17 @@ def _are_of_sizes(partitions: Sequence[Parts], weights: Sequence[Sequence[float]
 
 def _depend_on_losses(measured: Measurement, partitions: Sequence[Parts], weights: Sequence[Sequence[float]]) -> bool:
     """Return whether other parameters give other weights: those of classes or tokens stay."""
-    with _reversed_values(measured.workload.parameters()):
+
+    def reverse() -> None:  # values of the same scale, without a copy
+        for parameter in measured.workload.parameters():
+            parameter.data.copy_(parameter.data.reshape(-1).flip(0).view(parameter.shape))
+
+    reverse()
+    try:
         changed = measured.again()
         others = [_find_weights(changed, parts) for parts in partitions]
+    finally:
+        reverse()
     return any(
         other and max(abs(one - two) for one, two in zip(found, other, strict=True)) > 2 * EXPLAINS
         for found, other in zip(weights, others, strict=True)
@@ -278,21 +273,6 @@ def _find_weights(measured: Measurement, parts: Parts) -> list[float] | None:
         return []
     solved = dict(zip(columns, found.solution.squeeze(1).tolist(), strict=True))
     return [solved.get(index, 0.0) for index in range(len(parts))]
-
-
-@contextmanager
-def _reversed_values(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Reverse the order of each parameter's values: others of the same scale, without a copy."""
-
-    def reverse() -> None:
-        for parameter in parameters:
-            parameter.data.copy_(parameter.data.reshape(-1).flip(0).view(parameter.shape))
-
-    reverse()
-    try:
-        yield
-    finally:
-        reverse()
 
 
 def find_coupling(measured: Measurement) -> bool | None:
@@ -340,7 +320,7 @@ def _measure_changed(measured: Measurement, rows: torch.Tensor, size: float) -> 
     if any(unit.count(batch) != unit.count(layout.batch) for unit in units_of(layout)):
         return None
     try:
-        return measured.whole_values(batch)
+        return measured.values_on(Layout(batch, layout.count, layout.lists))
     except Exception as error:
         if isinstance(error, DoesNotFit) or is_oom(error, handled=handled):
             raise

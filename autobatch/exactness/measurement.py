@@ -6,10 +6,11 @@ writes into; later runs are recorded only if the first one wrote anything.
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
 from autobatch.batch.tree import as_leaf, map_tensors, tensors_of
+from autobatch.errors import DoesNotFit
 from autobatch.exactness.gradients import (
     TOLERANCE,
     Gradients,
@@ -39,6 +41,8 @@ from autobatch.undo.module_state import ModuleState
 from autobatch.undo.undo import Undo
 from autobatch.undo.written_memory import WrittenMemory
 
+_log = logging.getLogger("autobatch")
+
 _FACTOR = 1.1
 """Not a power of two, so that every number of the backward pass is rounded differently."""
 
@@ -52,43 +56,74 @@ _MOVED_WITHOUT_LOSS = 0.01
 """The same if the loss is 0."""
 
 
-@dataclass(eq=False)
 class Measurement:
     """Runs of one workload on the same samples; gradients of parts are reduced to a few numbers.
 
     All methods that run something raise DoesNotFit if memory runs out.
 
     Attributes:
-        start: Buffers, attributes and generators at the start of each run.
-        outside: Attributes of modules that the step can reach outside the model, such as a teacher.
         random: The random numbers; ``None`` if the step draws as in training.
-        diagnoses: Whether values of gradients are kept for ``values`` and ``alone``.
+        keeps_values: Whether values of gradients are kept for ``values`` and ``alone``.
+        writes: Whether runs write into memory that has to be put back; ``None`` before the first run.
+        start: Buffers, attributes and generators at the start of each run.
         renews: State that is rewound before each part of a run, not only before the run: none, that outside the model,
             or all of it.
-        writes: Whether runs write into memory that has to be put back; ``None`` before the first run.
         states_counts: Whether the step states what a loss was divided by.
-        returns_part: Whether it returns a ``Part``.
         running: Number of samples with which the step was called last.
     """
 
-    workload: Workload
-    device: Device
-    layout: Layout
-    start: Undo
-    outside: ModuleState
-    random: SampleNumbers | None
-    diagnoses: bool = False
-    renews: Literal["", "outside", "all"] = ""
-    writes: bool | None = None
-    states_counts: bool = False
-    returns_part: bool = False
-    running: int = field(default=0, init=False)
-    _whole: Gradients | None = field(default=None, init=False)
-    _loss: float = field(default=0.0, init=False)
-    _whole_loss: float = field(default=0.0, init=False)
-    _scales: Scales | None = field(default=None, init=False)
-    _measured: dict[str, tuple[list[float], torch.Tensor]] = field(default_factory=dict, init=False)
-    _counts: dict[str, float | None] = field(default_factory=dict, init=False)
+    def __init__(
+        self,
+        workload: Workload,
+        device: Device,
+        layout: Layout,
+        random: SampleNumbers | None,
+        *,
+        keeps_values: bool = False,
+        writes: bool | None = None,
+    ) -> None:
+        self.workload, self.device, self.layout, self.random = workload, device, layout, random
+        self.keeps_values, self.writes = keeps_values, writes
+        self.renews: Literal["", "outside", "all"] = ""
+        self.states_counts = self._returns_part = False
+        self.running = 0
+        self._loss = self._whole_loss = 0.0
+        outside = [module for module in workload.outside() if isinstance(module, nn.Module)]
+        self._outside = ModuleState([part for module in outside for part in module.modules()])
+        self.start = Undo(workload.model, device.torch_device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Measure everything again."""
+        self._whole: Gradients | None = None
+        self._scales: Scales | None = None
+        self._measured: dict[str, tuple[list[float], torch.Tensor]] = {}
+        self._counts: dict[str, float | None] = {}
+
+    def release(self) -> None:
+        """Free the whole gradient; it is measured again when it is needed."""
+        self._whole = None
+
+    def again(self) -> Measurement:
+        """Return a measurement from the state as it is now, after a change to the model or to random numbers."""
+        return Measurement(
+            *(self.workload, self.device, self.layout, self.random),
+            keeps_values=self.keeps_values,
+            writes=self.writes,
+        )
+
+    def on(self, layout: Layout) -> Measurement:
+        """Return a measurement of other samples, from the same start."""
+        other = copy.copy(self)
+        other.layout = layout
+        other.forget()
+        return other
+
+    def renewing(self, renews: Literal["outside", "all"]) -> Measurement:
+        """Return the same with the state rewound before each part; the whole, which is one part, stays as measured."""
+        other = copy.copy(self)
+        vars(other).update(renews=renews, _measured={})
+        return other
 
     def whole(self) -> Gradients:
         """Return the gradient of all samples at once."""
@@ -107,66 +142,101 @@ class Measurement:
         """Return the norm of the whole gradient."""
         return math.hypot(*self.scales().sizes)
 
-    def release(self) -> None:
-        """Free the whole gradient; it is measured again when it is needed."""
-        self._whole = None
-
-    def forget(self) -> None:
-        """Measure everything again."""
-        self._whole, self._scales, self._measured = None, None, {}
-
-    def again(self, layout: Layout | None = None) -> Measurement:
-        """Return a measurement from the state as it is now, after a change to the model or to random numbers."""
-        start = Undo(self.workload.model, self.device.torch_device)
-        return replace(self, start=start, layout=layout or self.layout)
-
-    def after_move(self) -> Measurement:
-        """Return a measurement of parameters that have moved. Runs would put back those that a step writes into."""
-        self.forget()
-        return self.again() if self.writes else self
-
-    def renewing(self, renews: Literal["outside", "all"]) -> Measurement:
-        """Return the same with the state rewound before each part; the whole, which is one part, stays as measured."""
-        other = replace(self, renews=renews)
-        vars(other).update(_whole=self._whole, _scales=self._scales, _counts=self._counts)
-        return other
-
-    def differences(self, parts: Parts) -> list[float]:
-        """Return how far the gradient of these parts is from the whole one, parameter by parameter."""
-        return self._measure(parts)[0]
-
     def error(self, partitions: Sequence[Parts]) -> float:
         """Return the relative error of the worst parameter in the worst partition, accumulated as training would.
 
         It is more than ``TOLERANCE`` only if it is more than the parameter's rounding noise.
         """
         for parts in partitions:
-            self.differences(parts)
+            self._measure(parts)
         # Some again: a later partition may have made an earlier one void.
-        return max(self._judge(self.differences(parts)) for parts in partitions)
+        return max(self._judge(self._measure(parts)[0]) for parts in partitions)
 
     def repeat_error(self) -> float:
         """Return the relative error of all samples at once, run again."""
         return self._judge(distances(self._run(self._all()), self.whole()))
 
-    def scaled_error(self, factor: float = 2.0) -> float:
+    def doubled_error(self) -> float:
         """Return the relative error of the gradient at twice the loss, halved; a power of two rounds nothing."""
-        return self._judge(self._apart_at(factor))
+        return self._judge(self._apart_at(2.0))
+
+    def error_after_moves(self, rows: Parts, columns: Parts) -> tuple[float, Literal["", "against", "along"]]:
+        """Return the error after parameters have moved, and the last side; if a copy does not fit, they stay.
+
+        A term that compares samples may be 0 with the values that parameters have. One side alone may not show it, as a
+        mean may be kept from below 0.
+        """
+        try:
+            return self._error_on_both_sides(rows, columns)
+        except DoesNotFit as shortage:
+            _log.info("the check was not repeated with moved parameters: %s", shortage)
+        self.device.reclaim()  # only now, after the ``except`` block, are the failed attempt's frames gone
+        self.forget()
+        return self.error([rows, columns]), ""
+
+    def _error_on_both_sides(self, rows: Parts, columns: Parts) -> tuple[float, Literal["against", "along"]]:
+        with self.moved() as mirror:
+            error = self._error_here(rows)
+            if error > TOLERANCE:
+                return error, "against"
+            mirror()
+            return max(error, self._error_here(columns)), "along"
+
+    def _error_here(self, parts: Parts) -> float:
+        """Return the error with the present values of parameters; infinite without a gradient to compare."""
+        self.forget()
+        here = self.again() if self.writes else self  # runs would put back parameters that a step writes into
+        return here.error([parts]) if 0 < here.norm() < math.inf else math.inf
+
+    @contextmanager
+    def moved(self) -> Iterator[Callable[[], None]]:
+        """Move each parameter against its gradient, and along it once the function is called; at the end put it back.
+
+        A policy begins equal to its reference, and a new adapter, a gate or a last layer begins at 0. Then part of a
+        loss, or of its gradient, is 0, and a comparison shows nothing about it. This takes a copy of the parameters.
+        """
+        gradients, sizes, loss = self.whole(), self.scales().sizes, abs(self._whole_loss)
+        found = zip(self.workload.parameters(), gradients, sizes, strict=True)
+        moving = [
+            (p, gradient, _length_of(p), size) for p, gradient, size in found if gradient is not None and size > 0
+        ]
+        slope = math.fsum(length * size for _, _, length, size in moving)
+        change = _CHANGE * loss / slope if loss and slope else _MOVED_WITHOUT_LOSS
+        part = min(_MOST_MOVED, change) if slope and math.isfinite(loss) else 0.0
+        saved = [(parameter, parameter.data.clone()) for parameter, *_ in moving]
+
+        def mirror() -> None:
+            for parameter, values in saved:
+                parameter.data.neg_().add_(values, alpha=2)
+
+        try:
+            for parameter, gradient, length, size in moving:
+                along = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
+                parameter.data.add_(along, alpha=-part * length / size)
+                del along
+            del gradients, found, moving
+            self.release()
+            yield mirror
+        finally:
+            for parameter, values in saved:
+                parameter.data.copy_(values)
 
     def values(self, parts: Parts) -> torch.Tensor:
         """Return values of one partition's gradient, as ``sample_values`` picks them."""
         return self._measure(parts)[1]
 
-    def whole_values(self, batch: Any = None) -> torch.Tensor:
-        """Return values of the whole gradient, or of that of another batch of as many samples."""
-        if batch is None:
-            return self._sample(self.whole())
-        other = replace(self, layout=Layout(batch, self.layout.count, self.layout.lists))
-        return self._sample(other.whole())
+    def whole_values(self) -> torch.Tensor:
+        """Return values of the whole gradient."""
+        return self._sample(self.whole())
 
-    def whole_values_by(self, divisors: Sequence[float]) -> torch.Tensor:
-        """Return values of the whole gradient, each divided by its parameter's entry."""
-        return sample_values(self.whole(), self.whole(), divisors)
+    def values_on(self, layout: Layout) -> torch.Tensor:
+        """Return values of the gradient of other samples at once."""
+        return self._sample(self.on(layout).whole())
+
+    def alone(self, rows: Sequence[int]) -> torch.Tensor | None:
+        """Return values of one part's gradient, as if it were the whole batch; ``None`` if it counts for nothing."""
+        is_run = str((rows,)) in self._measured or self._counts_any(self.part(rows))
+        return self.values((rows,)) if is_run else None
 
     def composed(self, parts: Parts) -> torch.Tensor | None:
         """Add up the parts' own gradients, each from the state at the start, with the counts that training uses.
@@ -178,14 +248,9 @@ class Measurement:
         known = [count for count in counts if count is not None]
         if not known or len(known) < len(counts):
             return None
-        divisor = 1.0 if self.returns_part else math.fsum(known)
+        divisor = 1.0 if self._returns_part else math.fsum(known)
         terms = [values * (count / divisor) for values, count in zip(alone.values(), known, strict=True) if count]
         return torch.stack(terms).sum(0) if terms else None
-
-    def alone(self, rows: Sequence[int]) -> torch.Tensor | None:
-        """Return values of one part's gradient, as if it were the whole batch; ``None`` if it counts for nothing."""
-        is_run = str((rows,)) in self._measured or self._counts_any(self.part(rows))
-        return self._measure((rows,))[1] if is_run else None
 
     def part(self, rows: Sequence[int]) -> Layout:
         """Return these samples as a batch."""
@@ -201,7 +266,7 @@ class Measurement:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         worst = dict[str, float]()
         for parts in partitions:
-            for index, error in self.scales().report(self.differences(parts)).items():
+            for index, error in self.scales().report(self._measure(parts)[0]).items():
                 name = names.get(id(parameters[index]), "a parameter of the optimizer alone.")
                 module = name.rpartition(".")[0] or type(model).__name__
                 worst[module] = max(worst.get(module, 0.0), error)
@@ -232,40 +297,49 @@ class Measurement:
         self._loss = 0.0 if done is None or done.loss is None else float(done.loss)
         return parameters
 
-    @contextmanager
-    def moved(self) -> Iterator[Callable[[], None]]:
-        """Move each parameter against its gradient, and along it once the function is called; at the end put it back.
+    def _run(self, parts: Parts, factor: float = 1.0) -> Gradients:
+        return take_gradients(self.accumulate(parts, factor))
 
-        A policy begins equal to its reference, and a new adapter, a gate or a last layer begins at 0. Then part of a
-        loss, or of its gradient, is 0, and a comparison shows nothing about it. This takes a copy of the parameters.
-        """
-        gradients, sizes, loss = self.whole(), self.scales().sizes, abs(self._whole_loss)
-        found = zip(self.workload.parameters(), gradients, sizes, strict=True)
-        moving = [
-            (parameter, gradient, size) for parameter, gradient, size in found if gradient is not None and size > 0
-        ]
-        lengths = [_length_of(parameter) for parameter, _, _ in moving]
-        slope = math.fsum(length * size for length, (_, _, size) in zip(lengths, moving, strict=True))
-        change = _CHANGE * loss / slope if loss and slope else _MOVED_WITHOUT_LOSS
-        part = min(_MOST_MOVED, change) if slope and math.isfinite(loss) else 0.0
-        saved = [(parameter, parameter.data.clone()) for parameter, _, _ in moving]
-        try:
-            for (parameter, gradient, size), length in zip(moving, lengths, strict=True):
-                along = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
-                parameter.data.add_(along, alpha=-part * length / size)
-                del along
-            del gradients, found, moving
-            self.release()
-            yield lambda: _mirror(saved)
-        finally:
-            for parameter, values in saved:
-                parameter.data.copy_(values)
+    def _make_step(self, parts: Iterator[Sequence[int]]) -> Step:
+        """Return the user's step, with the same state at its start and the random numbers of its samples."""
+
+        def run(model: Any, batch: Any) -> Any:
+            if self.renews == "all":
+                self.start.restore()
+            if self.renews:
+                self._restore_outside()
+            rows = next(parts)
+            self.running = len(rows)
+            if self.random is not None:
+                self.random.begin(rows, self.layout.count)
+            returned = self.workload.step(model, batch)
+            if self.keeps_values:
+                self._note_count(returned, rows)
+            return returned
+
+        return run
+
+    def _restore_outside(self) -> None:
+        self.start.restore_outside()
+        self._outside.restore()
+
+    def _note_count(self, returned: Any, rows: Sequence[int]) -> None:
+        """Note what one part counts for: what the step states, or ``weigh`` gives, or samples; 1 for a ``Part``."""
+        terms = read_terms(split_output(returned)[0])
+        self._returns_part = any(term.kind == "part" for term in terms)
+        self.states_counts = self._returns_part or any(term.count is not None for term in terms)
+        weights = self.workload.weights_of(self.part(rows).batch, len(rows))
+        stated = 1.0 if self._returns_part else terms[0].count
+        self._counts[str(rows)] = None if len(terms) > 1 else weights.get("") if stated is None else stated
+
+    def _counts_any(self, part: Layout) -> bool:
+        return any(weight > 0 for weight in self.workload.weights_of(part.batch, part.count).values())
 
     def _all(self) -> Parts:
         return (range(self.layout.count),)
 
     def _measure(self, parts: Parts) -> tuple[list[float], torch.Tensor]:
-        """Return how far the gradient of these parts is from the whole one, and its values for a diagnosis."""
+        """Return how far the gradient of these parts is from the whole one, by parameter, and its values if kept."""
         key = str(parts)
         while key not in self._measured:
             whole = self.whole()  # first: a part's random numbers are rows of the whole's
@@ -273,7 +347,7 @@ class Measurement:
             if self.random is not None and self.random.take_learned():
                 self.forget()  # random numbers are used otherwise than the whole did
             else:
-                values = self._sample(found) if self.diagnoses else torch.zeros(0)
+                values = self._sample(found) if self.keeps_values else torch.zeros(0)
                 self._measured[key] = distances(found, whole), values
         return self._measured[key]
 
@@ -290,19 +364,16 @@ class Measurement:
         Another order of the samples would do too, but a step that couples samples may depend on their order.
         """
         scales = self.scales()
-        if not scales.noise:
-            noise = bound_noise(self._apart_at(_FACTOR), scales.sizes, self._least_noise())
-            self._scales = replace(scales, noise=noise)
-
-    def _least_noise(self) -> float:
-        """Return one rounding of a gradient in float64, as one run may show less; 0 in float32, where it would hide.
-
-        It is that of the largest gradient, or of one that would change the loss if all of its parts are rounding.
-        """
-        if not all(one is None or one.dtype == torch.float64 for one in self.whole()):
-            return 0.0
-        length = math.hypot(*map(_length_of, self.workload.parameters())) or 1.0
-        return torch.finfo(torch.float64).eps * max(self.norm(), abs(self._whole_loss) / length)
+        if scales.noise:
+            return
+        # One rounding of a gradient in float64, as one run may show less; 0 in float32, where it would hide. It is that
+        # of the largest gradient, or of one that would change the loss if all of its parts are rounding.
+        least = 0.0
+        if all(one is None or one.dtype == torch.float64 for one in self.whole()):
+            length = math.hypot(*map(_length_of, self.workload.parameters())) or 1.0
+            least = torch.finfo(torch.float64).eps * max(self.norm(), abs(self._whole_loss) / length)
+        noise = bound_noise(self._apart_at(_FACTOR), scales.sizes, least)
+        self._scales = Scales(scales.sizes, noise)
 
     def _apart_at(self, factor: float) -> list[float]:
         """Return how far the gradient at a multiple of the loss, divided by it, is from the whole."""
@@ -316,51 +387,8 @@ class Measurement:
         self._measure_noise()
         return sample_values(found, self.whole(), self.scales().divisors())
 
-    def _run(self, parts: Parts, factor: float = 1.0) -> Gradients:
-        return take_gradients(self.accumulate(parts, factor))
-
-    def _counts_any(self, part: Layout) -> bool:
-        return any(weight > 0 for weight in self.workload.weights_of(part.batch, part.count).values())
-
-    def _make_step(self, parts: Iterator[Sequence[int]]) -> Step:
-        """Return the user's step, with the same state at its start and the random numbers of its samples."""
-
-        def run(model: Any, batch: Any) -> Any:
-            if self.renews == "all":
-                self.start.restore()
-            if self.renews:
-                self._restore_outside()
-            rows = next(parts)
-            self.running = len(rows)
-            if self.random is not None:
-                self.random.begin(rows, self.layout.count)
-            returned = self.workload.step(model, batch)
-            if self.diagnoses:
-                self._note_count(returned, rows)
-            return returned
-
-        return run
-
-    def _restore_outside(self) -> None:
-        self.start.restore_outside()
-        self.outside.restore()
-
-    def _note_count(self, returned: Any, rows: Sequence[int]) -> None:
-        """Note what one part counts for: what the step states, or ``weigh`` gives, or samples; 1 for a ``Part``."""
-        terms = read_terms(split_output(returned)[0])
-        self.returns_part = any(term.kind == "part" for term in terms)
-        self.states_counts = self.returns_part or any(term.count is not None for term in terms)
-        weights = self.workload.weights_of(self.part(rows).batch, len(rows))
-        stated = 1.0 if self.returns_part else terms[0].count
-        self._counts[str(rows)] = None if len(terms) > 1 else weights.get("") if stated is None else stated
-
 
 def _length_of(parameter: torch.Tensor) -> float:
     """Return the norm of a parameter, or what it would be if the parameter is all zeros."""
     norm = float(torch.linalg.vector_norm(parameter.detach()))
     return norm or math.sqrt(parameter.numel() / (parameter.shape[-1] if parameter.ndim > 1 else 1))
-
-
-def _mirror(saved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for parameter, values in saved:
-        parameter.data.neg_().add_(values, alpha=2)

@@ -18,9 +18,9 @@ import torch
 from autobatch._wrappers import members_of
 from autobatch.batch.layout import Layout
 from autobatch.errors import DoesNotFit
-from autobatch.exactness.comparison import SplitComparison, widened
-from autobatch.exactness.determinism import deterministic
+from autobatch.exactness.determinism import deterministic, widened
 from autobatch.exactness.gradients import relate
+from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.partitions import Parts, ranges_of
 from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
@@ -50,14 +50,7 @@ _DIVIDES_ITSELF = "; opacus divides a batch itself: BatchMemoryManager(max_physi
 def check_update(verdict: Verdict, workload: Workload, layout: Layout, device: Device, state: TrainingState) -> Verdict:
     """Return the verdict of a split whose gradient is exact; inexact if the optimizer makes another update of it.
 
-    It runs two optimizer steps, each from the state that was recorded, and a third one if they differ.
-
-    Args:
-        verdict: Exact.
-        workload: Model, step and optimizer.
-        layout: Samples, of which as many are taken as the verdict compared.
-        device: Device of the runs, inside the limit of the comparison.
-        state: The state at the start of ``fit``, which rewinds and restores everything.
+    It runs two optimizer steps, each from ``state``, and a third one if they differ.
     """
     members = [] if workload.optimizer is None else members_of(workload.optimizer)
     if all(type(member).__module__.startswith("torch.optim") for member in members):
@@ -127,8 +120,7 @@ class _Run:
         # Inside it the optimizer too draws the same numbers, whatever the passes drew.
         with deterministic(workload.model, parameters, random=self._random):
             self._before = _values_of(parameters)
-            comparison = SplitComparison(workload, self.layout, self.device, self.layout.count)
-            comparison.measure(widened(self.layout), self._random).accumulate(parts)
+            Measurement(workload, self.device, widened(self.layout), self._random).accumulate(parts)
             parameters = workload.parameters()  # a forward pass may have made some
             self.reads_samples |= any(getattr(one, "grad_sample", None) is not None for one in parameters)
             if not self._gradients:

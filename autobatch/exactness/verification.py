@@ -1,20 +1,14 @@
 """Checks whether splitting a step is exact, and trimming padding, and if not, why: for users (``verify``) and ``fit``.
 
-The story of a check, in ``_check``:
-1. A few samples are compared, whole and in parts (``comparison``). If they differ, ``diagnosis`` looks for causes.
-2. A step may depend on how many samples its micro-batch has. So the whole target is compared too, or as many of its
-   samples as fit at once, in the plan's division.
-3. If padding is trimmed, each sample is compared trimmed and padded.
-A count that is consistent but not the intended one, such as samples with class weights, splits exactly.
+``_check`` tells the story. A count that is consistent but not the intended one, such as samples with class weights,
+splits exactly.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +18,7 @@ from autobatch.batch.example import find_example
 from autobatch.batch.layout import Layout, check_values
 from autobatch.batch.lengths import ByLength, SamplesByLength, read_by_length
 from autobatch.distributed.data_parallel import module_of
-from autobatch.exactness.comparison import SplitComparison
+from autobatch.exactness.comparison import SplitComparison, unchecked
 from autobatch.exactness.partitions import Planned, divide_at_full_size, wholes_of
 from autobatch.exactness.updates import check_update
 from autobatch.memory.device import Device
@@ -47,9 +41,6 @@ _MOST_AT_ONCE = 4096
 
 _MOST_TRIMMED = 8
 """Most samples that run alone to see what trimming does, from the longest to the shortest."""
-
-_FEWEST_TRIMMED = 2
-"""The longest sample, and a shorter one."""
 
 _TRIMMING = (
     "trimming padding changes the gradient: the step looks at padding. A mean over all positions instead of those that "
@@ -119,13 +110,14 @@ def _verify(
     layout = example.with_smallest or example.layout
     check_values(layout.batch)
     samples = None if given is None else SamplesByLength.read(layout, given)
-    comparison = SplitComparison(workload, layout, memory, most, explains=explains)
+    comparison = SplitComparison(workload, layout, memory, explains=explains)
     at_once, host_bytes = min(layout.count, _MOST_AT_ONCE), read_host_memory().available_bytes // 2
+    planned = Planned(layout.count, at_once, at_once)
     with (
         one_at_a_time(),
         TrainingState(model, None, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()),
     ):
-        verdict = _check(comparison, Planned(layout.count, at_once, at_once), samples, given, limits=True)
+        verdict = _check(comparison, most, planned, samples, given)
     if explains:  # for the user: a collection of garbage takes longer than the comparison of a small model
         memory.reclaim()
     return verdict
@@ -156,32 +148,49 @@ def check_split(
         lengths: The lengths of samples, if padding is trimmed.
     """
     few = min(max(2, planned.size), _MOST_SAMPLES)
-    comparison = SplitComparison(workload, layout, device, few, after_trials=True)
-    verdict = _check(comparison, planned, samples, lengths)
+    comparison = SplitComparison(workload, layout, device, after_trials=True)
+    verdict = _check(comparison, few, planned, samples, lengths)
     return check_update(verdict, workload, layout, device, state) if verdict.exact else verdict
 
 
 def _check(
     comparison: SplitComparison,
+    most: int,
     planned: Planned,
     samples: SamplesByLength | None,
     lengths: ByLength | None,
-    *,
-    limits: bool = False,
 ) -> Verdict:
     """Compare a few samples, then many, then trimmed ones; the first difference decides."""
     device, started = comparison.device, time.perf_counter()
-    verdict = comparison.run()
+    # 1. A few samples, whole and in parts of every kind. If they differ, causes are looked for.
+    verdict = compare_few(comparison, most)
+    # 2. A step may depend on how many samples its micro-batch has. So the whole target is compared too, or as many of
+    #    its samples as fit at once, in the plan's division. A fit has set the limit of memory already.
     if verdict.exact:
         limit: AbstractContextManager[None] = nullcontext()
-        if limits and min(planned.target, planned.most) > verdict.samples:
+        if not comparison.after_trials and min(planned.target, planned.most) > verdict.samples:
             device.watch(comparison.workload.resident_tensors())
             limit = device.limit(find_allowance(device, None, None).limit_bytes)
         with limit:
             verdict = compare_many(comparison, verdict, planned, samples)
+    # 3. If padding is trimmed, each of a few samples is compared trimmed and padded.
     if verdict.exact and samples is not None and lengths is not None and samples.padding.dims:
         verdict = _compare_trimmed(comparison, verdict, samples, lengths)
     return verdict.model_copy(update={"seconds": time.perf_counter() - started})
+
+
+def compare_few(comparison: SplitComparison, most: int) -> Verdict:
+    """Return the verdict of at most so many samples; of fewer if memory runs out."""
+    for parameter in comparison.workload.parameters():
+        parameter.grad = None
+    samples, reason = min(comparison.layout.count, most), "the batch has one sample, and one cannot be split"
+    while samples >= 2:
+        verdict, shortage = comparison.attempt(samples)
+        if verdict is not None:
+            return verdict
+        comparison.device.reclaim()  # only now, after the ``except`` block, are the failed attempt's frames gone
+        samples, reason = samples // 2, f"memory ran out with two samples at once ({shortage})"
+    return unchecked(reason)
 
 
 def compare_many(
@@ -205,7 +214,7 @@ def compare_many(
                 error = max(few.relative_error, many.relative_error)
                 verdict = few.model_copy(update={"relative_error": error, "larger_partition": sizes})
             break
-        comparison.device.reclaim()  # only now, after the ``except`` block, are a failed attempt's frames gone
+        comparison.device.reclaim()
         reason = many.unchecked if many is not None else reason
     at_most = f"at most {compared} of {target} samples were compared at once: {reason}" if compared < target else ""
     return verdict.model_copy(update={"not_compared": at_most})
@@ -215,26 +224,33 @@ def _compare_trimmed(
     comparison: SplitComparison, verdict: Verdict, samples: SamplesByLength, lengths: ByLength
 ) -> Verdict:
     """Return the verdict of a split that is exact, or that trimming makes inexact."""
-    workload, layout, device = comparison.workload, samples.example, comparison.device
-    found, shortage, count = None, "", min(layout.count, _MOST_TRIMMED)
-    while found is None and count >= _FEWEST_TRIMMED:
-        trimming = _trim_parts(workload, partial(samples.trim, cut=lengths, whole=count))
-        trimmed = SplitComparison(trimming, layout, device, 0, after_trials=True, order=samples.order, is_trimmed=True)
-        found, shortage = trimmed.attempt(count, ((1,) * count,))
-        device.reclaim()  # only now, after the ``except`` block, are a failed attempt's frames gone
+    workload, layout = comparison.workload, samples.example
+    found, reason, count = None, "", min(layout.count, _MOST_TRIMMED)
+    while found is None and count >= 2:  # the longest sample, and a shorter one
+        step, weigh = _trim_parts(workload, samples, lengths, count)
+        trimming = workload.around(step, weigh=weigh)
+        trimmed = SplitComparison(trimming, layout, comparison.device, True, explains=False, order=samples.order)
+        found, reason = trimmed.attempt(count, ((1,) * count,))
+        comparison.device.reclaim()
         count //= 2
     if found is None or found.unchecked:
-        reason = f"trimming padding could not be checked: {shortage if found is None else found.unchecked}"
+        reason = f"trimming padding could not be checked: {reason if found is None else found.unchecked}"
         return verdict.model_copy(update={"exact": False, "unchecked": reason})
     if not found.exact:
         return found.model_copy(update={"causes": (_TRIMMING,)})
     return verdict.model_copy(update={"relative_error": max(verdict.relative_error, found.relative_error)})
 
 
-def _trim_parts(workload: Workload, trim: Callable[[Any], Any]) -> Workload:
-    """Return the same work on batches of which each part is trimmed."""
+def _trim_parts(
+    workload: Workload, samples: SamplesByLength, lengths: ByLength, whole: int
+) -> tuple[Step, Weigh | None]:
+    """Return the same step and weights on batches of which each part is trimmed."""
     weigh = workload.weigh
-    return workload.around(
-        lambda model, batch: workload.step(model, trim(batch)),
-        weigh=None if weigh is None else lambda batch: weigh(trim(batch)),
-    )
+
+    def trim(batch: Any) -> Any:
+        return samples.trim(batch, cut=lengths, whole=whole)
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        return workload.step(model, trim(batch))
+
+    return step, None if weigh is None else lambda batch: weigh(trim(batch))

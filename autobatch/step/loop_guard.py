@@ -47,15 +47,11 @@ class LoopGuard:
         self.parameters: Sequence[torch.Tensor] = ()
         self._owners: list[tuple[Any, str]] | None = None
 
-    @property
-    def knows_owners(self) -> bool:
-        """Whether optimizers and schedulers were looked for."""
-        return self._owners is not None
-
     def find(self, step: Callable[..., Any], optimizer: Any | None, parameters: Sequence[torch.Tensor]) -> None:
-        """Find the optimizers and schedulers that the step may not step: this one, and those in the step's reach."""
-        known = {id(parameter) for parameter in parameters if parameter.is_leaf and parameter.requires_grad}
-        self._owners = _find_owners(step, optimizer, known)
+        """Find once what the step may not step: this optimizer, others in the step's reach, and their schedulers."""
+        if self._owners is None:
+            known = {id(parameter) for parameter in parameters if parameter.is_leaf and parameter.requires_grad}
+            self._owners = _find_owners(step, optimizer, known)
 
     def __enter__(self) -> None:
         """Begin a step."""

@@ -99,8 +99,7 @@ class Term:
 
     def divide(self, count: float, total: float) -> torch.Tensor:
         """Return this term's part of the mean over ``total``, of which it covers ``count``."""
-        factor = 1 / total if self.kind == "sum" else count / total
-        return (self.loss.float() if self.is_narrow else self.loss) * factor
+        return self.multiply(1 / total if self.kind == "sum" else count / total)
 
     @property
     def has_count(self) -> bool:
@@ -113,11 +112,7 @@ class Term:
 
 
 def read_terms(returned: Any) -> tuple[Term, ...]:
-    """Read the terms of a step's loss: one, or one for each entry of a mapping.
-
-    Raises:
-        InvalidArgument: A loss is not a tensor, has more than one element or no graph, or its count cannot be used.
-    """
+    """Read the terms of a step's loss: one, or one for each entry of a mapping; raise InvalidArgument for others."""
     if not isinstance(returned, Mapping):
         return (_read_term("", returned),)
     if not returned:
@@ -188,11 +183,7 @@ def counts_of(returned: Any) -> dict[str, float]:
 
 
 def read_weights(returned: Any, samples: int) -> dict[str, float]:
-    """Read the result of ``weigh`` for a micro-batch, by term; the key ``""`` means every term.
-
-    Raises:
-        InvalidArgument: A weight is not a number, negative, not finite or too large to be added up.
-    """
+    """Read the result of ``weigh`` for a micro-batch, by term; the key ``""`` means every term."""
     if not isinstance(returned, Mapping):
         return {"": _read_weight(returned, "", samples)}
     if not returned:

@@ -47,13 +47,8 @@ def walk(
     """Yield every object that can be reached, once each, the nearest first, ``root`` included.
 
     Plain values (texts, numbers) and containers of them are left out. If an object has many parts, such as a long list,
-    the first parts come in their turn and the others after all other objects.
-
-    Args:
-        root: Object to begin with.
-        parts: Returns the parts of an object.
-        most: Most objects to look at.
-        when_cut: Called once if there are more.
+    the first parts come in their turn and the others after all other objects. ``when_cut`` is called if there are more
+    than ``most``.
     """
     waiting, seen = deque([root]), {id(root): root}
     rest: deque[Iterator[Any]] = deque()
@@ -196,11 +191,9 @@ def find_outside(step: Callable[..., Any], model: nn.Module) -> list[nn.Module |
 
 
 def find_modules(function: Callable[..., Any], when_cut: Callable[[], object] | None = None) -> list[nn.Module]:
-    """Return the outermost modules that a function is or reaches; the nearest first.
+    """Return the outermost modules that a function is or reaches, the nearest first.
 
-    Args:
-        function: Function to begin with.
-        when_cut: Called if it reaches more than ``MOST_OBJECTS``, so that modules may be missing.
+    ``when_cut`` is called if it reaches more than ``MOST_OBJECTS``, so that modules may be missing.
     """
     reached = walk(function, _lead_to_modules, MOST_OBJECTS, when_cut)
     return [value for value in reached if issubclass(type(value), nn.Module)]

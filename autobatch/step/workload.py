@@ -65,14 +65,7 @@ class Workload:
         self.check_hooks()
 
     def check_hooks(self, known: frozenset[int] = frozenset()) -> None:
-        """Refuse hooks on gradients of parameters, which would run on the part of each micro-batch.
-
-        Args:
-            known: Keys of hooks that are allowed, from ``find_hooks``.
-
-        Raises:
-            InvalidArgument: There is another hook.
-        """
+        """Refuse hooks on gradients of parameters, except those with a known key (``find_hooks``)."""
         names = {id(parameter): f"parameter {name}" for name, parameter in self.model.named_parameters()}
         for parameter in self.parameters():
             if not parameter.requires_grad:  # no gradient reaches its hooks
@@ -138,11 +131,7 @@ class Workload:
         return tensors_of([*state_of(self.optimizer).values()])
 
     def weights_of(self, micro_batch: Any, samples: int) -> dict[str, float]:
-        """Return the count of the micro-batch by term: ``weigh`` of it, or its samples; ``""`` means every term.
-
-        Raises:
-            InvalidArgument: A weight is not a number, negative or not finite, or ``weigh`` writes into the samples.
-        """
+        """Return the count of the micro-batch by term: ``weigh`` of it, or its samples; ``""`` means every term."""
         if self.weigh is None:
             return {"": float(samples)}
         return read_weights(call_read_only("weigh", self.weigh, micro_batch, called_by=self.called_by), samples)
@@ -162,11 +151,9 @@ class Workload:
 
     def guard(self, parameters: Sequence[torch.Tensor]) -> LoopGuard:
         """Return the context of one step; no backward pass of the user's may reach these parameters in it."""
-        guard = self._guard
-        if not guard.knows_owners:
-            guard.find(self.step, self.optimizer, parameters)
-        guard.parameters = parameters
-        return guard
+        self._guard.find(self.step, self.optimizer, parameters)
+        self._guard.parameters = parameters
+        return self._guard
 
     def check_leaves(self, loss: torch.Tensor, stand_ins: Iterable[torch.Tensor] = ()) -> None:
         """Check the leaves of a loss; ``stand_ins`` are tensors that count as parameters, such as gathered ones."""

@@ -25,7 +25,6 @@ PHRASES = {
     "terms": "no sample's part of it depends on the others",
     "coupled": "depends on the others",
     "losses": "depends on the losses themselves",
-    "size": "depends on how many samples its micro-batch has",
     "weights": "such as class weights",
     "samples": "mean over samples, and is counted otherwise",
     "shuffled": "in-batch shuffling:",
@@ -311,8 +310,8 @@ CASES: dict[str, tuple[Any, Any, Any, Any, set[str]]] = {
     "a mean times a constant": (small, lambda m, b: mean_step(m, b) / 1000, None, BATCH, set()),
     "a part divided by a constant": (small, lambda m, b: Part(sum_loss(m, b) / 1000), None, BATCH, set()),
     "a mean as a part": (small, lambda m, b: Part(mean_step(m, b)), None, BATCH, {"samples"}),
-    "divided by the square of the number": (small, n_times(2), None, BATCH, {"size"}),
-    "divided by the root of the number": (small, n_times(0.5), None, BATCH, {"size"}),
+    "divided by the square of the number": (small, n_times(2), None, BATCH, {"losses"}),
+    "divided by the root of the number": (small, n_times(0.5), None, BATCH, {"losses"}),
     "a single sample otherwise": (small, single_otherwise, None, BATCH, {"terms"}),
     "two means": (small, sparse_labels, None, missing(), {"terms"}),
     # BatchNorm.

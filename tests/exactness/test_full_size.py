@@ -26,7 +26,7 @@ from autobatch.batch.layout import describe
 from autobatch.errors import InexactSplit
 from autobatch.exactness.comparison import SplitComparison
 from autobatch.exactness.partitions import Planned, divide_at_full_size, halvings, wholes_of
-from autobatch.exactness.verification import compare_many, verify
+from autobatch.exactness.verification import compare_few, compare_many, verify
 from autobatch.memory.cpu import CpuDevice
 from autobatch.planning.planner import balance
 from autobatch.step.workload import Workload
@@ -223,8 +223,8 @@ def test_memory_that_ends_in_verify_leaves_fewer_samples(most):
 def test_memory_may_end_anywhere_in_the_comparison():
     """Wherever it ends, the verdict of few samples stands or is extended, and no error comes out."""
     workload, device = Workload(small(), mean_step), CpuDevice()
-    comparison = SplitComparison(workload, describe(make_batch(40)), device, 16, after_trials=True)
-    few = comparison.run()
+    comparison = SplitComparison(workload, describe(make_batch(40)), device, after_trials=True)
+    few = compare_few(comparison, 16)
     with oom_at(10**9) as counted:
         assert not compare_many(comparison, few, Planned(40, 20, 40)).not_compared
     compared = set()

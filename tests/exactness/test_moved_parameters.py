@@ -16,7 +16,8 @@ from workloads import bits_of, differences, make_batch, mean_step
 import autobatch
 from autobatch.batch.layout import describe
 from autobatch.errors import InexactSplit
-from autobatch.exactness.comparison import SplitComparison
+from autobatch.exactness.determinism import deterministic
+from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.verification import verify
 from autobatch.memory.devices import find_device
 from autobatch.step.workload import Workload
@@ -270,5 +271,5 @@ def measuring(model, step, batch):
     """As a comparison does."""
     workload = Workload(model, step)
     device = find_device(workload.parameters(), "model", None)
-    with SplitComparison(workload, describe(batch), device, 16)._measuring(16, torch.float32) as measured:
-        yield measured
+    with deterministic(model, workload.parameters()) as random:
+        yield Measurement(workload, device, describe(batch).spread(16), random)
