@@ -30,12 +30,12 @@ def the_last_part_is_small(real, total, largest, smallest=1):
 
 
 @bug(
-    "autobatch.planning.pacing._after_clean_step",
+    "autobatch.planning.pacing.Pace.after_clean_step",
     f"{PACING}::test_after_an_unexplained_oom_the_size_is_back_after_one_clean_step",
 )
-def the_size_never_grows_back(real, pace, largest):
+def the_size_never_grows_back(real, self, largest):
     """One shortage makes all later steps slower."""
-    return pace
+    return self
 
 
 @bug("autobatch.planning.pacing.Pace.after_shortage", f"{PACING}::test_the_size_after_an_oom_by_example")
