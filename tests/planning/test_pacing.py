@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
+from autobatch.planning.division import COMPILED_SIZES, balance, compiled_ladder, eager_ladder
 from autobatch.planning.pacing import CLEAN_STEPS, LONGEST_WAIT, Ceiling, Pace
-from autobatch.planning.planner import COMPILED_SIZES, balance, compiled_ladder, eager_ladder
 
 LINE = MemoryCurve(allocated=((0, 100), (10, 200)), reserved=((0, 100), (10, 200)))  # 100 bytes and 10 a sample
 POWERS = (1, 2, 4, 8, 16, 32, 64)

@@ -22,7 +22,7 @@ def the_headroom_is_used_up(real, question, trial):
     return trial.outcome == "fits"
 
 
-@bug("autobatch.planning.planner.balance", "tests/planning/test_planner.py::test_balance_by_example")
+@bug("autobatch.planning.division.balance", "tests/planning/test_division.py::test_balance_by_example")
 def the_last_part_is_small(real, total, largest, smallest=1):
     """256 samples become 100, 100 and 56, which takes more memory than 86, 85 and 85."""
     parts = [largest] * (total // largest)
