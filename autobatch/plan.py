@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from autobatch._arguments import check_count, check_path
 from autobatch._formatting import format_bytes, show_value
 from autobatch.errors import InvalidArgument
+from autobatch.planning.division import divide_evenly
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.planner import divide_evenly
 from autobatch.records import spell_invalid
 from autobatch.report.text import explain_plan, summarise_plan
 

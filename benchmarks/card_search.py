@@ -25,7 +25,7 @@ from tables import Goal, Table, judge
 from torch.utils._pytree import tree_map
 
 import autobatch
-from autobatch.planning.planner import useful_sizes
+from autobatch.planning.division import useful_sizes
 
 __all__ = ["Search", "measure", "measure_search"]
 

@@ -29,8 +29,8 @@ from autobatch.batch.tree import (
     is_array,
 )
 from autobatch.errors import InvalidArgument
+from autobatch.planning.division import balance, least_size
 from autobatch.planning.lengths import divide_by_length, scale_of
-from autobatch.planning.planner import balance, least_size
 from autobatch.records import SizeAtLength
 
 CutFunction = Callable[[Any, int], Iterable[Any]]

@@ -31,7 +31,7 @@ from autobatch.batch.tree import (
     with_new_fields,
 )
 from autobatch.errors import InvalidArgument
-from autobatch.planning.planner import choose_rows, spread_evenly
+from autobatch.planning.division import choose_rows, spread_evenly
 from autobatch.records import Padding
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from autobatch._bounds import LONGEST_LIST
-from autobatch.planning.planner import balance
+from autobatch.planning.division import balance
 
 Sizes = tuple[int, ...]
 """A partition into neighbours: the number of samples of each part."""

@@ -20,8 +20,8 @@ from autobatch.events import PlanMade, emit
 from autobatch.events.event import progress_hooks
 from autobatch.exactness.partitions import Planned
 from autobatch.exactness.verification import check_split
-from autobatch.fitting.found import Checked, Found, Request, make_plan
 from autobatch.fitting.loader_sizes import source_of, warn_of_loader
+from autobatch.fitting.make_plan import Checked, Found, Request, make_plan
 from autobatch.fitting.options import check_choices, check_sizes, check_switches
 from autobatch.fitting.search import search, settle
 from autobatch.ledger.ledger import Ledger
@@ -29,8 +29,8 @@ from autobatch.memory.device import Device, collecting_new_objects
 from autobatch.memory.devices import Allowance, find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.plan import Plan
+from autobatch.planning.division import Objective
 from autobatch.planning.plan_record import RankPlan
-from autobatch.planning.planner import Objective
 from autobatch.planning.reuse import Wanted
 from autobatch.planning.shares import Share
 from autobatch.records import Verdict

@@ -15,28 +15,19 @@ from autobatch.distributed.share_sampler import ShareSampler
 
 @dataclass(frozen=True)
 class ForRun:
-    """An example that ``Runner.run`` joins and cuts in training, so that its batch size does not matter.
-
-    Attributes:
-        source: The argument ``batch=`` of the user.
-    """
+    """An example that ``Runner.run`` joins and cuts in training, so that its batch size does not matter."""
 
     source: Any
 
 
 def source_of(given: Any) -> Any:
-    """Return the argument ``batch=`` of the user."""
     return given.source if isinstance(given, ForRun) else given
 
 
 def warn_of_loader(given: Any, target: int, share: int, world_size: int) -> Iterator[str]:
     """Yield a sentence for each reason why steps on this loader or dataset would miss the target.
 
-    Args:
-        given: The argument ``batch=`` of ``fit``.
-        target: Samples of a step over all ranks.
-        share: Samples of a step on this rank.
-        world_size: Number of ranks.
+    A step has ``target`` samples over all ranks, and ``share`` on this one.
     """
     source = source_of(given)
     if not is_source(source):

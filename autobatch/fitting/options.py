@@ -22,7 +22,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.events import Hook
 from autobatch.memory.device import Device
 from autobatch.memory.devices import parse_device, parse_headroom
-from autobatch.planning.planner import Objective
+from autobatch.planning.division import Objective
 from autobatch.planning.shares import Share
 from autobatch.step.workload import Weigh, check_weigh
 from autobatch.training.given_backward import Backward
@@ -99,19 +99,10 @@ def refuse_unknown(call: str, given: Mapping[str, Any], known: Sequence[str]) ->
 
 @dataclass(frozen=True)
 class Options:
-    """Checked options of an integration.
+    """Checked options of an integration."""
 
-    Attributes:
-        target: Samples of an optimizer step over all ranks; ``None``: the batch of the loader.
-        fit: Options of ``fit`` by name, ``check`` always among them.
-        device: Memory of the device; ``None``: where the model is.
-        hooks: Callables for the events of the Runner.
-        keep: Objects of the user that a step changes.
-        weigh: Unit of the mean, if the user passed it.
-    """
-
-    target: int | None
-    fit: Mapping[str, Any]
+    target: int | None  # samples of an optimizer step over all ranks; ``None``: the batch of the loader
+    fit: Mapping[str, Any]  # options of ``fit`` by name, ``check`` always among them
     device: Any
     hooks: Sequence[Hook]
     keep: Sequence[Any]
@@ -119,16 +110,7 @@ class Options:
 
     @classmethod
     def read(cls, given: IntegrationOptions, *, target: int | None, weigh: Weigh | None = None) -> Options:
-        """Check the options of an integration, which by default raises if splitting is not exact.
-
-        Args:
-            given: The options that the user passed.
-            target: The target, if it is known.
-            weigh: The user's function.
-
-        Raises:
-            InvalidArgument: A value cannot be used.
-        """
+        """Check the options of an integration, which by default raises if splitting is not exact."""
         fit = {"check": "raise", **select(given, SearchOptions)}
         bound = fit.get("max_micro_batch")
         if target is not None:
@@ -163,6 +145,5 @@ def check_choices(
 
 
 def check_switches(**switches: Any) -> None:
-    """Check that switches are ``True`` or ``False``."""
     for name, switch in switches.items():
         check_switch(name, switch)

@@ -14,15 +14,15 @@ from autobatch.batch.tree import count_bytes, tensors_of
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.fitting.fingerprint import fingerprint
-from autobatch.fitting.found import ExampleBatch, Found, Request
+from autobatch.fitting.make_plan import ExampleBatch, Found, Request
 from autobatch.fitting.probe import Probe
 from autobatch.planning.curve import fit_curve, growing_reserved
+from autobatch.planning.division import balance, least_size, useful_sizes
 from autobatch.planning.evidence import Question
 from autobatch.planning.lengths import choose_size as choose_size_at
 from autobatch.planning.lengths import halve_lengths, keep_useful
 from autobatch.planning.next_trial import choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.planner import balance, least_size, useful_sizes
 from autobatch.planning.reuse import choose_remembered, why_not_confirmed
 from autobatch.records import SizeAtLength, Trial
 from autobatch.report.advice import explain_refusal
@@ -136,20 +136,12 @@ def _hold_whole_batch(request: Request, example: Layout) -> tuple[Layout, tuple[
 
 
 class _Trials:
-    """Runs the trials of one search.
-
-    Attributes:
-        batch: The example batch.
-        samples: Samples that a trial of any size repeats; with lengths the longest ones.
-        probe: Runs a trial.
-        done: Trials so far, of the longest samples if lengths differ.
-        shorter: Trials of shorter samples.
-    """
+    """Runs the trials of one search."""
 
     def __init__(self, request: Request, batch: ExampleBatch, whole: Layout) -> None:
-        self.done: list[Trial] = []
+        self.done: list[Trial] = []  # of the longest samples if lengths differ
         self.shorter: list[Trial] = []
-        self.batch, self.samples = batch, whole
+        self.batch, self.samples = batch, whole  # a trial of any size repeats these samples
         if batch.by_length is not None:
             self.samples, self._whole = batch.by_length.at(batch.by_length.longest)[0], whole  # a step holds both
             request.memory.watch(tensors_of(whole.batch))
@@ -198,13 +190,14 @@ def _confirm(request: Request, trials: _Trials, known: str, smallest: int) -> Pl
     """Return an earlier plan that one trial of its size confirms; ``None`` if there is none."""
     least = least_size(request.wanted.target_batch, smallest)
     plans = [plan for plan in request.ledger.recall(known, request.division.rank) if plan.micro_batch_size >= least]
-    plan, reason, refused = choose_remembered(plans, request.wanted)
-    if plan is not None:
+    plan, reason = choose_remembered(plans, request.wanted)
+    if plan is None:
+        return None
+    if not reason:
         emit(PlanRecalled(plan_id=plan.id, micro_batch_size=plan.micro_batch_size, **request.whose), request.hooks)
-        trial = trials.run(plan.micro_batch_size)
-        reason, refused = why_not_confirmed(plan, trial, request.allowance.limit_bytes), plan.id
+        reason = why_not_confirmed(plan, trials.run(plan.micro_batch_size), request.allowance.limit_bytes)
     if reason:
-        emit(PlanRefused(plan_id=refused, reason=reason, **request.whose), request.hooks)
+        emit(PlanRefused(plan_id=plan.id, reason=reason, **request.whose), request.hooks)
         return None
     return plan
 

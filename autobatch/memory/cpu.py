@@ -2,15 +2,9 @@
 
 A job in a container then meets an error that can be retried, not the kernel's out-of-memory killer.
 
-The count has every storage that an operator returns inside a ``StorageBudget``, in forward, backward and update, and
-those given to ``LiveStorage.add``. It equals the count of torch's own allocator for Linear, GRU, attention, AdamW,
-sparse embeddings and both kinds of checkpointing.
-
-The count lacks memory outside of tensors: scratch memory of a kernel (up to 2.3 times the operator's tensors, in a
-small 3-D convolution), oneDNN tensors, packed weights, ``storage.resize_``, and operators of other threads. So the
-process grows by more. With torch 2.13 and 64 samples the count had 96 % of the growth in nine convolutions, 85 % in six
-transformer layers, and 77 % in those with bfloat16 autocast. With 4 samples it had about half. Code from
-``torch.compile`` runs eagerly under a dispatch mode and is counted operator by operator.
+The count lacks memory outside of tensors (scratch memory of kernels, oneDNN tensors, packed weights) and operators of
+other threads. So the process grows by more: with 64 samples the count had 77 to 96 % of the growth, with 4 about half.
+Code from ``torch.compile`` runs eagerly under a dispatch mode and is counted operator by operator.
 """
 
 from __future__ import annotations
@@ -63,19 +57,16 @@ class LiveStorage:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes in the counted storages that are alive now."""
         if self._dead:
             self._subtract_dead()
         return self._total
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these tensors from now on, except those outside of CPU memory."""
         for tensor in tensors:
             self.count(tensor)
         self.raise_peak()
 
     def raise_peak(self) -> None:
-        """Make the peak at least what is live now."""
         self.peak_bytes = max(self.live_bytes, self.peak_bytes)
 
     def count(self, result: Any) -> int:
@@ -123,7 +114,6 @@ class StorageBudget(DispatchMode):
         self.budget_bytes = budget_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and count its result."""
         # In inference mode a mode sees composite operators whole (torch 2.13). What they make inside, such as the
         # scores of attention, would not be counted.
         if torch.is_inference_mode_enabled():
@@ -147,14 +137,8 @@ class StorageBudget(DispatchMode):
 # One count for the process, which has one heap: a tensor that one device object has seen counts for all.
 _STORAGE = LiveStorage()
 
-
-class _Innermost(threading.local):
-    """The budget in force in this thread. The dispatch modes that enforce it belong to one thread too."""
-
-    budget: StorageBudget | None = None
-
-
-_INNERMOST = _Innermost()
+# The budget in force in this thread. The dispatch modes that enforce it belong to one thread too.
+_INNERMOST = threading.local()
 
 
 class CpuDevice(Device):
@@ -170,30 +154,28 @@ class CpuDevice(Device):
         self._read_at, self._available = -math.inf, 0
 
     def describe(self) -> DeviceInfo:
-        """Describe the host. The total is the container's limit, if it has one."""
         return DeviceInfo(kind="cpu", name="CPU", total_bytes=read_host_memory().total_bytes)
 
     def available_bytes(self) -> int:
-        """Return what the host can still give, plus what the counted tensors hold."""
         return read_host_memory().available_bytes + _STORAGE.live_bytes
 
     @contextmanager
     def limit(self, budget_bytes: int) -> Iterator[None]:
         """Count every operator's result inside the block and raise ``torch.OutOfMemoryError`` beyond the budget."""
-        budget_bytes = self.limit_bytes(budget_bytes)
-        if _INNERMOST.budget is None:
-            budget = _INNERMOST.budget = StorageBudget(_STORAGE, budget_bytes)
+        budget_bytes, outer = self.limit_bytes(budget_bytes), getattr(_INNERMOST, "budget", None)
+        if outer is not None:  # one mode counts; it has the innermost block's budget
+            outer_bytes, outer.budget_bytes = outer.budget_bytes, budget_bytes
             try:
-                with budget:
-                    yield
+                yield
             finally:
-                _INNERMOST.budget = None
+                outer.budget_bytes = outer_bytes
             return
-        outer, _INNERMOST.budget.budget_bytes = _INNERMOST.budget.budget_bytes, budget_bytes
+        _INNERMOST.budget = StorageBudget(_STORAGE, budget_bytes)
         try:
-            yield
+            with _INNERMOST.budget:
+                yield
         finally:
-            _INNERMOST.budget.budget_bytes = outer
+            _INNERMOST.budget = None
 
     def limit_bytes(self, budget_bytes: int) -> int:
         """Return the budget, or what the host had at most a second ago if that is less.
@@ -205,11 +187,9 @@ class CpuDevice(Device):
         return min(budget_bytes, self._available)
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that were made outside of ``limit``."""
         _STORAGE.add(tensors)
 
     def reset_peak(self) -> None:
-        """Let the peak begin at what is live now."""
         _STORAGE.peak_bytes = _STORAGE.live_bytes
 
     def usage(self) -> MemoryUsage:

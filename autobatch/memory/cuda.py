@@ -1,7 +1,6 @@
 """Measures and limits the memory of a CUDA (or ROCm) card through torch's caching allocator.
 
-Memory outside of it (the CUDA context, NCCL's buffers, other libraries) shows only in what the driver has free. Without
-torch's cache (``PYTORCH_NO_CUDA_MEMORY_CACHING``) nothing is measured or limited.
+Memory outside of it (the CUDA context, NCCL's buffers, other libraries) shows only in what the driver has free.
 """
 
 from __future__ import annotations
@@ -37,15 +36,10 @@ _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 
 @dataclass
 class _CardLimits:
-    """The ``limit`` blocks on one card. The allocator has one limit for all threads.
+    """The ``limit`` blocks on one card. The allocator has one limit for all threads."""
 
-    Attributes:
-        entered: Thread and bytes of each block, in order of entering.
-        before_bytes: Limit that was set before the first block.
-    """
-
-    entered: dict[object, tuple[int, int]] = field(default_factory=dict)
-    before_bytes: int = 0
+    entered: dict[object, tuple[int, int]] = field(default_factory=dict)  # each block's thread and bytes, in order
+    before_bytes: int = 0  # the limit before the first block
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def in_force(self) -> int:
@@ -61,7 +55,8 @@ class CudaDevice(Device):
 
     def __init__(self, torch_device: torch.device) -> None:
         """Take a card. ``"cuda"`` without an index is the current one."""
-        self.measures = caches_memory()
+        # Without torch's cache (the variable set to anything) nothing is counted and limits have no effect.
+        self.measures = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
         index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
         self.torch_device = torch.device("cuda", index)
         self.may_spill = _runs_under_windows()
@@ -73,7 +68,6 @@ class CudaDevice(Device):
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     def describe(self) -> DeviceInfo:
-        """Return name and total from torch, other processes and UUID from the driver."""
         properties = torch.cuda.get_device_properties(self.torch_device)
         reading = nvml.query(str(properties.uuid))
         return DeviceInfo(
@@ -119,30 +113,25 @@ class CudaDevice(Device):
                 if not limits.entered:
                     limits.before_bytes = self._limit_bytes()
                 limits.entered[block] = threading.get_ident(), budget_bytes
-                self._set_limit(self._stay_within(limits.in_force()))
+                self._set_limit(limits.in_force(), is_ours=True)
             if self.usage().reserved > budget_bytes:
                 torch.cuda.empty_cache()
             yield
         finally:
             with limits.lock:
                 if limits.entered.pop(block, None):
-                    in_force = limits.in_force()
-                    self._set_limit(self._stay_within(in_force) if limits.entered else in_force)
+                    self._set_limit(limits.in_force(), is_ours=bool(limits.entered))
 
     def _limits(self) -> _CardLimits:
         return _LIMITS.setdefault(self.torch_device.index, _CardLimits())
-
-    def _stay_within(self, bound_bytes: int) -> int:
-        """Return the limit under which torch reserves no more than this."""
-        if bound_bytes >= self.total_bytes or not uses_expandable_segments():
-            return bound_bytes
-        return max(bound_bytes - _MAPPED_BEYOND, 0)
 
     def _limit_bytes(self) -> int:
         # torch divides the bytes by the total, so the product is exact.
         return round(torch.cuda.get_per_process_memory_fraction(self.torch_device) * self.total_bytes)
 
-    def _set_limit(self, limit_bytes: int) -> None:
+    def _set_limit(self, limit_bytes: int, *, is_ours: bool) -> None:
+        if is_ours and limit_bytes < self.total_bytes and uses_expandable_segments():
+            limit_bytes = max(limit_bytes - _MAPPED_BEYOND, 0)
         torch.cuda.set_per_process_memory_fraction(find_fraction(limit_bytes, self.total_bytes), self.torch_device)
 
     def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -151,7 +140,6 @@ class CudaDevice(Device):
         return tensor.to(self.torch_device, non_blocking=pinned)
 
     def reset_peak(self) -> None:
-        """Let the peaks begin at what is held now."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._host_before = read_host_memory().available_bytes if self.may_spill else 0
 
@@ -178,11 +166,9 @@ class CudaDevice(Device):
         return lost if lost > _LEAST_SPILLED and free < total // _FULL_SHARE else 0
 
     def synchronize(self) -> None:
-        """Wait for every stream of the card."""
         torch.cuda.synchronize(self.torch_device)
 
     def reclaim(self) -> None:
-        """Free what nothing refers to, then give cached blocks back to the driver."""
         super().reclaim()
         torch.cuda.empty_cache()
 
@@ -202,19 +188,11 @@ def _runs_under_windows() -> bool:
     return sys.platform == "win32" or "microsoft" in platform.uname().release.lower()
 
 
-def caches_memory() -> bool:
-    """Return whether torch caches memory. Otherwise nothing is counted and limits have no effect."""
-    return "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ  # set to anything, as torch reads it
-
-
 def uses_expandable_segments() -> bool:
     """Return whether segments grow. Then torch maps memory in units of 20 MiB."""
-    return "expandable_segments:True" in "".join(_read_settings().split()).split(",")
-
-
-def _read_settings() -> str:
-    """Return the settings as last set. Older versions of torch report only the environment."""
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # noqa: SLF001 - the only one without a snapshot
     if read is not None:
-        return str(read())
-    return next((os.environ[name] for name in _SETTINGS if name in os.environ), "")
+        settings = str(read())
+    else:  # older versions of torch report only the environment
+        settings = next((os.environ[name] for name in _SETTINGS if name in os.environ), "")
+    return "expandable_segments:True" in "".join(settings.split()).split(",")

@@ -80,7 +80,8 @@ class Device(Protocol):
 
     def reclaim(self) -> None:
         """Free what nothing refers to. Call it after an ``except`` block, where the failed frames are gone."""
-        drop_stale_references()
+        end_failed_backward()
+        gc.collect()  # cycles may hold tensors
 
 
 class UnmonitoredDevice(Device):
@@ -92,7 +93,6 @@ class UnmonitoredDevice(Device):
         self.torch_device = torch_device
 
     def describe(self) -> DeviceInfo:
-        """Return the type of the device. Not every backend has more."""
         kind = self.torch_device.type
         return DeviceInfo(kind=kind, name=kind.upper(), total_bytes=self.available_bytes())
 
@@ -101,23 +101,18 @@ class UnmonitoredDevice(Device):
         return torch.mps.recommended_max_memory() if self.torch_device.type == "mps" else 0
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """Enforce nothing."""
         return nullcontext()
 
     def limit_bytes(self, budget_bytes: int) -> int:
-        """Return the budget: nothing is enforced."""
         return budget_bytes
 
     def usage(self) -> MemoryUsage:
-        """Return zeros: unknown."""
         return MemoryUsage()
 
     def synchronize(self) -> None:
-        """Wait, if the backend's module can."""
         self._call("synchronize")
 
     def reclaim(self) -> None:
-        """Free what nothing refers to, then empty the device's cache if it has one."""
         super().reclaim()
         self._call("empty_cache")
 
@@ -126,12 +121,6 @@ class UnmonitoredDevice(Device):
         module: Any = getattr(torch, self.torch_device.type, None)
         if hasattr(module, name):
             getattr(module, name)()
-
-
-def drop_stale_references() -> None:
-    """Break cycles that hold tensors, and free the graph of a failed backward pass."""
-    end_failed_backward()
-    gc.collect()
 
 
 def end_failed_backward() -> None:

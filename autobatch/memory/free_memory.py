@@ -17,16 +17,12 @@ _LOG = logging.getLogger("autobatch")
 
 @dataclass
 class FreeMemory:
-    """The memory that steps of one plan can use on one device, in bytes.
-
-    Attributes:
-        is_counted: Whether the device counts the running step.
-    """
+    """The memory that steps of one plan can use on one device, in bytes."""
 
     plan: PlanRecord
     workload: Workload
     device: Device
-    is_counted: bool = True
+    is_counted: bool = True  # whether the device counts the running step
     _state_is_made: bool = False
     _has_warned: bool = False
 
@@ -47,7 +43,8 @@ class FreeMemory:
         if not self.device.measures or not self.plan.trials:
             return None, None
         expected = self._resident - self._missing_state() + self._gradient_bytes()
-        most = self._budget() - max(self._used() - expected, 0)
+        used, budget = self._reading()
+        most = budget - max(used - expected, 0)
         return max(most, 0), max(most - self.plan.headroom_bytes, 0)
 
     def check_update(self) -> None:
@@ -72,9 +69,10 @@ class FreeMemory:
             return
         growth = trained / planned if has_grown else 1.0
         need = int(self._of_update * growth) - self._gradient_bytes() + self._missing_state(growth)
-        if self._used() + need > self._budget():
+        used, budget = self._reading()
+        if used + need > budget:
             self.device.reclaim()
-        used, budget = self._used(), self._budget()
+            used, budget = self._reading()
         if used + need > budget:
             grown = f"the optimizer trains {trained} numbers now, {planned} when the plan was made, and "
             raise DoesNotFit(
@@ -91,11 +89,9 @@ class FreeMemory:
         self._state_is_made = self._state_is_made or missing == 0
         return missing
 
-    def _used(self) -> int:
-        return self.device.usage().allocated
-
-    def _budget(self) -> int:
-        return self.device.limit_bytes(self.plan.budget_bytes)
+    def _reading(self) -> tuple[int, int]:
+        """Return the bytes in use and the budget, as of now."""
+        return self.device.usage().allocated, self.device.limit_bytes(self.plan.budget_bytes)
 
     def _gradient_bytes(self) -> int:
         return sum(bytes_of(p.grad) for p in self.workload.parameters() if p.grad is not None)

@@ -23,17 +23,11 @@ _GROUP_FILES = {
 
 
 class HostMemory(Record):
-    """Memory of the host for this process, in bytes.
+    """Memory of the host for this process, in bytes."""
 
-    Attributes:
-        total_bytes: The tightest limit, whoever uses how much.
-        available_bytes: Memory left until any limit is met. Page cache that can be dropped counts as free.
-        source: Origin of ``total_bytes``: "cgroup v2", "cgroup v1" or "RAM".
-    """
-
-    total_bytes: int
-    available_bytes: int
-    source: str
+    total_bytes: int  # the tightest limit, whoever uses how much
+    available_bytes: int  # until any limit is met; page cache that can be dropped counts as free
+    source: str  # origin of ``total_bytes``: "cgroup v2", "cgroup v1" or "RAM"
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:

@@ -27,25 +27,15 @@ _PROCESS_LISTS = (
 
 
 class CardReading(Record):
-    """A card, or a MIG slice of one, as the driver sees it.
+    """A card, or a MIG slice of one, as the driver sees it."""
 
-    Attributes:
-        uuid: With its prefix: "GPU-..." or "MIG-...".
-        total_bytes: Total memory, the driver's own part included; 0 if the card shares the host's memory.
-        free_bytes: Free memory; 0 as above.
-        tenants: Other processes whose memory the driver reports, the largest first.
-        driver: Version of the driver.
-        name: Name of the card.
-        divided: Whether the card is divided into MIG slices, whose memory is not read here.
-    """
-
-    uuid: str
-    total_bytes: int
-    free_bytes: int
-    tenants: tuple[Tenant, ...] = ()
+    uuid: str  # with its prefix: "GPU-..." or "MIG-..."
+    total_bytes: int  # the driver's own part included; 0 if the card shares the host's memory
+    free_bytes: int  # 0 as above
+    tenants: tuple[Tenant, ...] = ()  # other processes whose memory the driver reports, the largest first
     driver: str = ""
     name: str = ""
-    divided: bool = False
+    divided: bool = False  # into MIG slices, whose memory is not read here
 
 
 def query(uuid: str) -> CardReading | None:

@@ -77,7 +77,7 @@ def is_oom(error: object, *, memory_is_low: bool | None = None, handled: BaseExc
     or a communicator, even if an OOM led to it, and so does an interrupt.
 
     Args:
-        error: The error. No reference to it stays. Other objects than exceptions return False.
+        error: The error. Other objects than exceptions return False.
         memory_is_low: Decides errors that mean an OOM only sometimes, such as ``CUDNN_STATUS_NOT_SUPPORTED``. ``None``
             asks the CUDA devices that this process uses: low is less than 5 % of the device or 512 MiB, whichever is
             more. Memory is not low if CUDA is not initialized.

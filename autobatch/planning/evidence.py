@@ -69,14 +69,10 @@ class Forecast(Record):
         return all(abs(peaks[size] - held) * _AGREES <= held for size, held in predicted.items())
 
     def expect(self, size: int, peaks: Mapping[int, int]) -> Expected | None:
-        """Return the bytes of a trial at this size: the largest smaller trial, plus the predicted difference.
-
-        ``None`` without a prediction.
-        """
-        then = self.predict(size)
-        known = max((at for at in peaks if at < size and self.predict(at) is not None), default=0)
-        if then is None:
+        """Return the bytes of the largest smaller trial, plus the predicted difference."""
+        if (then := self.predict(size)) is None:
             return None
+        known = max((at for at in peaks if at < size and self.predict(at) is not None), default=0)
         measured, predicted = (peaks[known], self.predict(known) or 0) if known else (0, 0)
         more = max(then - predicted, 0)
         if predicted:  # the relative error stays the same

@@ -14,8 +14,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 from autobatch.planning.curve import Line
+from autobatch.planning.division import Objective
 from autobatch.planning.evidence import Evidence, Expected, Question, draw_line
-from autobatch.planning.planner import Objective
 from autobatch.records import Trial
 
 _AS_FAST = 0.98  # share of the best rate that counts as equally fast; timings of one size differ by as much

@@ -12,9 +12,8 @@ back as soon as it may.
 4. If the plan's size fails again when it is back, it waits: 1, 2, 4, ... clean steps, up to ``LONGEST_WAIT``. Each
    clean step at the plan's size halves the wait. The step in which it fails takes a size halfway between the largest
    that ran and the smallest that failed.
-5. The size that runs during a wait becomes smaller only if it fails in two steps in a row. After ``CLEAN_STEPS`` clean
-   steps it gives way to the size halfway to the smallest that failed. If that fails in its first step, the size before
-   is back. Sizes that fail in one step and run in the next fail by chance: then all sizes are open again.
+5. The size that runs during a wait may fail once by chance. If it fails in two steps in a row, the size that ran then
+   takes its place, and the waits begin again.
 6. If the allocator thrashes in two steps in a row, the next smaller size runs for ``CLEAN_STEPS``; then rule 4 holds.
 
 A step is clean if nothing failed or thrashed and its largest micro-batch was large enough to prove something.
@@ -55,7 +54,6 @@ class Ceiling(Record):
         wait: Number of clean steps of each wait.
         left: Number of them still to come. At 0 the plan's size is on trial.
         is_doubted: Whether ``ran`` failed in the last step.
-        sure: Size that ran before ``ran``, which has not run yet; 0 if it has.
     """
 
     ran: Samples
@@ -63,7 +61,6 @@ class Ceiling(Record):
     wait: _Wait
     left: _Wait
     is_doubted: Flag = False
-    sure: Count = 0
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Ceiling:
@@ -112,7 +109,6 @@ class Pace:
     shortage: _Shortage | None = None
 
     def __post_init__(self) -> None:
-        """Check the ladder and the size."""
         if not self.ladder or self.ladder[0] < 1 or any(above <= below for below, above in pairwise(self.ladder)):
             raise InvalidArgument(f"a ladder must go up from at least one sample, not {self.ladder}")
         if not 1 <= self.size <= self.ladder[-1]:
@@ -134,19 +130,15 @@ class Pace:
         sizes = {*halves, *self.ladder, self.smallest, 2 * self.smallest - 1}
         return tuple(sorted({size for size in sizes if self.smallest <= size <= top} | {top}))
 
-    def between(self, ceiling: Ceiling) -> list[int]:
-        """Return the sizes between the largest that ran and the smallest that failed, ascending."""
-        return [rung for rung in self.rungs if ceiling.ran < rung < ceiling.failed]
-
     def before_step(self, most_bytes: int | None, limit_bytes: int | None) -> Pace:
         """Choose the size for a step that begins with so much memory (rule 1).
 
         A smaller size than the goal stays while it fits, so that it does not follow each change of another process.
-
-        Args:
-            most_bytes: Most bytes that the step can reach, resident ones included.
-            limit_bytes: The same less the headroom.
+        ``most_bytes`` is the most that the step can reach, resident bytes included, and ``limit_bytes`` that less the
+        headroom.
         """
+        if most_bytes is None and self.ceiling is None and self.size == self.ladder[-1]:
+            return self  # most steps
         goal = size = self.goal
         if self.curve is not None and most_bytes is not None and self.curve.peak_reserved(goal) > most_bytes:
             # A smaller size cannot help with what one sample needs, the optimizer's step included.
@@ -160,20 +152,15 @@ class Pace:
                     size = self.size
         if size > self.size and self.clean_steps < self.patience:
             return self
-        return _move(self, size, "less is free" if size < self.size else "grown back")
+        return self.move(size, "less is free" if size < self.size else "grown back")
 
     def after_shortage(self, failed: int, limit_bytes: int | None, least: int = 1) -> Pace:
-        """Choose the next size of a step after a micro-batch ran out of memory (rule 2).
+        """Choose the next size of a step after a micro-batch of ``failed`` samples ran out of memory (rules 2 and 4).
 
-        Args:
-            failed: Number of samples in that micro-batch.
-            limit_bytes: Bytes that the step may hold now, resident ones included.
-            least: Fewest samples into which the step can be divided.
-
-        Raises:
-            InvalidArgument: The micro-batch cannot be made smaller.
+        The step may hold ``limit_bytes``, resident ones included, and be divided into ``least`` samples. Raises
+        ``InvalidArgument`` if the micro-batch cannot be made smaller.
         """
-        rungs = self.rungs
+        rungs, ceiling = self.rungs, self.ceiling
         least = max(least, rungs[0])
         if failed <= least:
             raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller: at least {least} samples can run")
@@ -181,9 +168,9 @@ class Pace:
         is_foreseen = fitting is not None and fitting < failed
         if fitting is not None and is_foreseen:
             wanted = fitting
-        elif self.ceiling and not self.ceiling.left and self.ceiling.ran < failed:
-            between = self.between(self.ceiling)
-            wanted = between[len(between) // 2] if between and not self.shortage else self.ceiling.ran
+        elif ceiling and not ceiling.left and ceiling.ran < failed:
+            between = [rung for rung in rungs if ceiling.ran < rung < ceiling.failed]
+            wanted = between[len(between) // 2] if between and not self.shortage else ceiling.ran
         elif fitting is None or (self.shortage and not self.shortage.is_foreseen):
             wanted = failed // 2
         else:
@@ -192,88 +179,73 @@ class Pace:
         shortage = _Shortage(rungs[bisect_left(rungs, failed)], is_foreseen)
         if (before := self.shortage) is not None:
             shortage = _Shortage(min(shortage.failed, before.failed), before.is_foreseen and is_foreseen)
-        pace = _move(self, max(size, least), "out of memory")
+        pace = self.move(max(size, least), "out of memory")
         return replace(pace, shortage=shortage, clean_steps=0, thrashed_steps=0)
 
     def after_step(self, largest: int, *, thrashed: bool) -> Pace:
-        """Learn from a finished step (rules 3 to 6).
+        """Learn from a finished step, whose largest micro-batch had so many samples (rules 3 to 6).
 
-        Args:
-            largest: Number of samples in its largest micro-batch.
-            thrashed: Whether the allocator had to give memory back and ask again. It does so before each shortage too.
+        The allocator thrashes, that is, gives memory back and asks again, before each shortage too.
         """
         if self.size == self.ladder[-1] and not (thrashed or self.shortage or self.ceiling or self.thrashed_steps):
             return self  # most steps
         if self.shortage is not None:
-            return _after_shortages(replace(self, shortage=None), self.shortage)
+            return replace(self, shortage=None).after_shortages(self.shortage)
         if thrashed:
-            return _after_thrash(replace(self, clean_steps=0, thrashed_steps=self.thrashed_steps + 1))
-        return _after_clean_step(replace(self, thrashed_steps=0), largest)
+            return replace(self, clean_steps=0, thrashed_steps=self.thrashed_steps + 1).after_thrash()
+        return replace(self, thrashed_steps=0).after_clean_step(largest)
 
+    def after_shortages(self, shortage: _Shortage) -> Pace:
+        """Wait one clean step the first time (rule 3), and longer if the plan's size fails again (rules 4 and 5).
 
-def _after_shortages(pace: Pace, shortage: _Shortage) -> Pace:
-    """Wait one clean step the first time (rule 3), and longer if the plan's size fails again (rule 4).
+        A compiled model does not wait the first time: that would be one more change of its size. Nor does a step at the
+        smallest size, since the next shortage would be its end.
+        """
+        old = self.ceiling
+        if old and old.left and not old.is_doubted:
+            pace = replace(self, ceiling=old.model_copy(update={"is_doubted": True}))
+        elif old and old.left:  # ``failed`` may have failed by chance too, so all sizes are open again
+            pace = self.hold_back(self.size, self.ladder[-1], 1, 1)
+        else:
+            at_once = shortage.is_foreseen or self.patience or self.size == self.rungs[0]
+            pace = self.hold_back(self.size, shortage.failed, 0 if at_once else 1, max(self.patience, 1))
+        return pace if shortage.is_foreseen else pace.move(pace.goal, "grown back")
 
-    A compiled model does not wait the first time: that would be one more change of its size. Nor does a step at the
-    smallest size, since the next shortage would be its end.
-    """
-    old, ran = pace.ceiling, pace.size
-    if old and old.sure:
-        ceiling = old.model_copy(update={"ran": max(old.sure, ran), "failed": old.ran, "sure": 0})
-    elif old and old.left and not old.is_doubted:
-        ceiling = old.model_copy(update={"is_doubted": True})
-    elif old and old.left:
-        ceiling = old.model_copy(update={"ran": ran, "failed": old.ran, "is_doubted": False})
-    else:
-        at_once = shortage.is_foreseen or pace.patience or ran == pace.rungs[0]
-        ceiling = _lower_ceiling(pace, ran, shortage.failed, 0 if at_once else 1, max(pace.patience, 1))
-    pace = replace(pace, ceiling=ceiling)
-    return pace if shortage.is_foreseen else _move(pace, pace.goal, "grown back")
+    def after_thrash(self) -> Pace:
+        """Leave a size that thrashed in two steps in a row (rule 6)."""
+        lower = [rung for rung in self.rungs if rung < self.size]
+        if self.thrashed_steps < 2 or not lower:
+            return self
+        ran = self.ceiling.ran if self.ceiling and not self.ceiling.left else lower[-1]
+        ran = min(ran, lower[-1])
+        return self.hold_back(ran, self.size, CLEAN_STEPS, CLEAN_STEPS).move(ran, "thrash")
 
+    def after_clean_step(self, largest: int) -> Pace:
+        """Count a clean step, which brings the plan's size nearer or proves it (rule 4)."""
+        ceiling, goal = self.ceiling, self.goal
+        is_on_trial = ceiling is not None and not ceiling.left and self.size == goal
+        proven = ceiling.ran if ceiling is not None and is_on_trial else self.size // 2
+        if largest <= proven or (ceiling is None and self.size == goal):
+            return self
+        if ceiling is not None and is_on_trial:
+            ceiling = ceiling.model_copy(update={"wait": ceiling.wait // 2}) if ceiling.wait > 1 else None
+        elif ceiling is not None:
+            ceiling = ceiling.model_copy(update={"left": max(ceiling.left - 1, 0), "is_doubted": False})
+        pace = replace(self, ceiling=ceiling, clean_steps=self.clean_steps + 1)
+        # If a reading made the size smaller than the goal, the next reading decides.
+        return pace.move(pace.goal, "grown back") if self.size == goal else pace
 
-def _after_thrash(pace: Pace) -> Pace:
-    """Leave a size that thrashed in two steps in a row (rule 6)."""
-    lower = [rung for rung in pace.rungs if rung < pace.size]
-    if pace.thrashed_steps < 2 or not lower:
-        return pace
-    ran = pace.ceiling.ran if pace.ceiling and not pace.ceiling.left else lower[-1]
-    ceiling = _lower_ceiling(pace, min(ran, lower[-1]), pace.size, CLEAN_STEPS, CLEAN_STEPS)
-    return _move(replace(pace, ceiling=ceiling), min(ran, lower[-1]), "thrash")
+    def hold_back(self, ran: int, failed: int, first: int, least: int) -> Pace:
+        """Let ``ran`` run in place of ``failed``: for ``first`` clean steps, or twice as long as the last time."""
+        old = self.ceiling
+        if old is None or old.left:
+            return replace(self, ceiling=Ceiling(ran=ran, failed=failed, wait=first, left=first))
+        ran = max(ran, old.ran)
+        failed = min((size for size in (failed, old.failed) if size > ran), default=self.ladder[-1])
+        wait = min(max(2 * old.wait, least), LONGEST_WAIT)
+        return replace(self, ceiling=Ceiling(ran=ran, failed=failed, wait=wait, left=wait))
 
-
-def _lower_ceiling(pace: Pace, ran: int, failed: int, first_wait: int, next_wait: int) -> Ceiling:
-    """Let ``ran`` run in place of ``failed``. The wait doubles if the plan's size was on trial."""
-    old = pace.ceiling
-    if old is None:
-        return Ceiling(ran=ran, failed=failed, wait=first_wait, left=first_wait)
-    if old.left:
-        return Ceiling(ran=ran, failed=failed, wait=max(old.wait, first_wait), left=max(old.left, first_wait))
-    ran = max(ran, old.ran)
-    failed = min((size for size in (failed, old.failed) if size > ran), default=pace.ladder[-1])
-    wait = min(max(2 * old.wait, next_wait), LONGEST_WAIT)
-    return Ceiling(ran=ran, failed=failed, wait=wait, left=wait)
-
-
-def _after_clean_step(pace: Pace, largest: int) -> Pace:
-    """Count a clean step, which brings the plan's size nearer or proves it (rule 4)."""
-    ceiling, goal = pace.ceiling, pace.goal
-    is_on_trial = ceiling is not None and not ceiling.left and pace.size == goal
-    proven = ceiling.ran if ceiling is not None and is_on_trial else pace.size // 2
-    if largest <= proven or (ceiling is None and pace.size == goal):
-        return pace
-    if ceiling is not None and is_on_trial:
-        ceiling = ceiling.model_copy(update={"wait": ceiling.wait // 2}) if ceiling.wait > 1 else None
-    elif ceiling is not None:
-        failed = pace.ladder[-1] if ceiling.is_doubted else ceiling.failed
-        left = max(ceiling.left - 1, 0)
-        ceiling = ceiling.model_copy(update={"failed": failed, "left": left, "is_doubted": False, "sure": 0})
-        between = pace.between(ceiling)
-        if left and between and pace.size == goal and pace.clean_steps + 1 >= CLEAN_STEPS:
-            ceiling = ceiling.model_copy(update={"ran": between[len(between) // 2], "sure": ceiling.ran})
-    pace = replace(pace, ceiling=ceiling, clean_steps=pace.clean_steps + 1)
-    # If a reading made the size smaller than the goal, the next reading decides.
-    return _move(pace, pace.goal, "grown back") if pace.size == goal else pace
-
-
-def _move(pace: Pace, size: int, reason: Reason) -> Pace:
-    return pace if size == pace.size else replace(pace, size=size, reason=reason, clean_steps=0, thrashed_steps=0)
+    def move(self, size: int, reason: Reason) -> Pace:
+        if size == self.size:
+            return self
+        return replace(self, size=size, reason=reason, clean_steps=0, thrashed_steps=0)

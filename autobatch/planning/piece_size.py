@@ -25,19 +25,12 @@ _CLEAN_PIECES = 20  # before a size that failed is tried again, doubled each tim
 
 
 class Piece(NamedTuple):
-    """Measurements of one piece.
-
-    Attributes:
-        samples: Number of samples.
-        length: Length of the longest; 1 if samples have no lengths.
-        growth_bytes: Peak less the bytes held before it, in memory of the allocator.
-        tensor_bytes: The same in tensors; ``None`` if unknown.
-    """
+    """Measurements of one piece."""
 
     samples: int
-    length: int
-    growth_bytes: int
-    tensor_bytes: int | None = None
+    length: int  # of the longest; 1 if samples have no lengths
+    growth_bytes: int  # peak less the bytes held before it, in memory of the allocator
+    tensor_bytes: int | None = None  # the same in tensors; ``None`` if unknown
 
     @property
     def least_bytes(self) -> int:
@@ -81,27 +74,17 @@ class _LengthClass:
 
 @dataclass(frozen=True)
 class PieceSizes:
-    """The size of the next piece, and the measurements of earlier pieces. Every transition returns a new value.
+    """The size of the next piece, and the measurements of earlier pieces. Every transition returns a new value."""
 
-    Attributes:
-        most_samples: Most samples in a piece that the user allows; ``None``: no limit.
-        measures: Whether the device reports bytes. If not, running out of memory is the only signal.
-        classes: Measurements by class of length.
-        thrashed: Number of pieces in a row for which the allocator gave back its cache.
-    """
-
-    most_samples: int | None = None
-    measures: bool = True
-    classes: Mapping[int, _LengthClass] = field(default_factory=dict)
-    thrashed: int = 0
+    most_samples: int | None = None  # that the user allows in a piece
+    measures: bool = True  # whether the device reports bytes. If not, running out of memory is the only signal
+    classes: Mapping[int, _LengthClass] = field(default_factory=dict)  # measurements by class of length
+    thrashed: int = 0  # pieces in a row for which the allocator gave back its cache
 
     def next_samples(self, length: int, room_bytes: int, left: int | None = None) -> int:
-        """Return the number of samples of the next piece, at least 1.
+        """Return the number of samples of the next piece, at least 1, whose longest sample has this length.
 
-        Args:
-            length: Length of its longest sample.
-            room_bytes: Bytes that it may take beside those that are held.
-            left: Number of samples left, if known. They are divided evenly.
+        It may take ``room_bytes`` beside those that are held. If known, the samples ``left`` are divided evenly.
         """
         known = self._nearest(length)
         bounds = [FIRST_SAMPLES if known is None else self._reach(known, length, room_bytes)]
@@ -151,11 +134,9 @@ class PieceSizes:
         return min(int(last.samples + (room_bytes - peak) / slope), _FARTHEST * last.samples)
 
     def known_at(self, length: int) -> _LengthClass:
-        """Return the measurements at lengths like this one."""
         return self.classes.get(_classify(length), _LengthClass())
 
     def with_known(self, length: int, known: _LengthClass) -> PieceSizes:
-        """Replace the measurements at lengths like this one."""
         return replace(self, classes={**self.classes, _classify(length): known})
 
     def _nearest(self, length: int) -> tuple[Piece, ...] | None:

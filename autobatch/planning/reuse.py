@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from autobatch._formatting import format_bytes
 from autobatch.planning.curve import growing_reserved
+from autobatch.planning.division import Objective, useful_sizes
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.planner import Objective, useful_sizes
 from autobatch.records import Record, Trial
 
 _CHANGED = 0.05  # a peak that differs by more belongs to another step; the allocator's segments move it by less
@@ -17,48 +16,33 @@ _QUESTION = ("max_micro_batch", "objective", "accumulate_in_float32")  # in whic
 
 
 class Wanted(Record):
-    """The request of today, as far as a plan depends on it beside its fingerprint.
+    """The request of today, as far as a plan depends on it beside its fingerprint."""
 
-    Attributes:
-        target_batch: Samples of this rank: its share, if there are several ranks.
-        max_micro_batch: The user's bound, or the target.
-        objective: As in ``fit``.
-        accumulate_in_float32: As in ``fit``.
-        limit_bytes: Bytes that a step may hold today; 0 if unknown.
-    """
-
-    target_batch: int
-    max_micro_batch: int
+    target_batch: int  # this rank's share, if there are several ranks
+    max_micro_batch: int  # the user's bound, or the target
     objective: Objective
     accumulate_in_float32: bool
-    limit_bytes: int
+    limit_bytes: int  # bytes that a step may hold today; 0 if unknown
 
 
-class Remembered(NamedTuple):
-    """A plan to confirm; or ``None``, and the reason why the newest plan for this request is not used."""
-
-    plan: PlanRecord | None
-    reason: str = ""
-    passed_over: str = ""
-
-
-def choose_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> Remembered:
+def choose_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> tuple[PlanRecord | None, str]:
     """Return the plan that answers the same request best within today's limit, and the newest of equal ones.
 
     ``plans`` have one fingerprint, the newest first. A start under a lower limit leaves a plan with smaller
-    micro-batches, which must not hide the better one.
+    micro-batches, which must not hide the better one. If none is usable, return the newest for this request with the
+    reason, which is empty otherwise.
     """
     measured = [plan for plan in plans if not plan.predicted]
     asked = [plan for plan in measured if not _describe_question(plan, wanted)]
     usable = [plan for plan in asked if not _why_not(plan, wanted)]
     if usable:
         fewest_steps = wanted.objective == "throughput"
-        return Remembered(max(usable, key=lambda plan: plan.micro_batch_size if fewest_steps else 0))
+        return max(usable, key=lambda plan: plan.micro_batch_size if fewest_steps else 0), ""
     if asked:
-        return Remembered(None, _why_not(asked[0], wanted), asked[0].id)
+        return asked[0], _why_not(asked[0], wanted)
     if measured:
-        return Remembered(None, f"it was made for {_describe_question(measured[0], wanted)}", measured[0].id)
-    return Remembered(None)
+        return measured[0], f"it was made for {_describe_question(measured[0], wanted)}"
+    return None, ""
 
 
 def why_not_confirmed(plan: PlanRecord, trial: Trial, limit_bytes: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 from autobatch._bounds import SHORTEST
 from autobatch._formatting import plural, show_value
 from autobatch.errors import InvalidArgument
-from autobatch.planning.planner import spread
+from autobatch.planning.division import spread
 
 Share: TypeAlias = Literal["equal", "speed"] | Sequence[int]
 """How ranks share a target batch: evenly to one sample, in proportion to their speed, or by these numbers."""
@@ -28,14 +28,8 @@ _RANKS_SHOWN = 16
 def share_target(target: int, share: Share, rates: Sequence[float]) -> tuple[int, ...]:
     """Return the samples of each rank, at least one, which sum to ``target``.
 
-    Args:
-        target: Samples of an optimizer step over all ranks.
-        share: ``"equal"``: the first ranks have one more if the target does not divide evenly. ``"speed"``: in
-            proportion to ``rates``. Or the numbers, by rank.
-        rates: Samples a second of each rank. Only ``"speed"`` reads more than their number.
-
-    Raises:
-        InvalidArgument: There are fewer samples than ranks, ``share`` does not make the target, or a rate is unknown.
+    Of an ``"equal"`` share the first ranks have one more if the target does not divide evenly. ``"speed"`` is in
+    proportion to ``rates``, the samples a second of each rank. Other shares read only their number.
     """
     ranks = len(rates)
     if target < ranks:
@@ -67,12 +61,7 @@ def find_slowest(seconds: Sequence[float]) -> int | None:
 
 
 def seconds_by_speed(samples: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the seconds of the slowest rank if samples were divided by speed; 0 if a speed is unknown.
-
-    Args:
-        samples: Samples of each rank in a step.
-        seconds: Time of each rank for them.
-    """
+    """Return the seconds of the slowest rank if samples were divided by speed; 0 if a speed is unknown."""
     if not samples or min(samples) < 1 or min(seconds) <= SHORTEST:
         return 0.0
     rates = [count / taken for count, taken in zip(samples, seconds, strict=True)]

@@ -29,7 +29,7 @@ from autobatch.events import Hook, StageBegan, emit
 from autobatch.events.event import progress_hooks
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
-from autobatch.planning.planner import balance
+from autobatch.planning.division import balance
 from autobatch.planning.shares import share_target
 from autobatch.prediction.cards import Gpu, explain_choice, find_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autobatch.planning.planner import least_size, useful_sizes
+from autobatch.planning.division import least_size, useful_sizes
 from autobatch.prediction.card_table import COMMON, Gpu, known_cards
 from autobatch.prediction.cudnn.workspaces import Workspaces
 from autobatch.prediction.estimate import Estimate

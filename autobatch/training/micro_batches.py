@@ -11,7 +11,7 @@ from autobatch.batch.cut import Group, divide
 from autobatch.batch.layout import MicroBatch, refuse_meta
 from autobatch.batch.lengths import check_trimmed
 from autobatch.errors import InvalidArgument
-from autobatch.planning.planner import least_size
+from autobatch.planning.division import least_size
 from autobatch.step.workload import Workload
 
 

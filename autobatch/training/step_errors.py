@@ -11,7 +11,7 @@ from autobatch._formatting import format_bytes, name_type, plural
 from autobatch.batch.cut import Group
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.plan import Plan
-from autobatch.planning.planner import least_size
+from autobatch.planning.division import least_size
 from autobatch.records import DeviceInfo
 from autobatch.report.advice import PHASES
 from autobatch.step.batch_norm import explain_smallest

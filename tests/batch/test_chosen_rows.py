@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autobatch.planning.planner import choose_rows
+from autobatch.planning.division import choose_rows
 
 _NUMBERS = [(n, count) for count in range(1, 72) for n in range(1, 36)]
 

@@ -17,7 +17,7 @@ from workloads import cut
 from autobatch.batch.layout import describe, is_empty
 from autobatch.batch.tree import count_elements, fields_of, tensors_of
 from autobatch.errors import InvalidArgument
-from autobatch.planning.planner import choose_rows
+from autobatch.planning.division import choose_rows
 
 # A batch as a function of which of its samples are wanted, in which order.
 Build = Callable[[Sequence[int]], Any]

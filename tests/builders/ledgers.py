@@ -10,7 +10,7 @@ from pathlib import Path
 from autobatch.events import Retried, SizeChanged, StepFailed, StepFinished
 from autobatch.events.run_history import Run, RunUpdate, StepRange
 from autobatch.plan import Plan
-from autobatch.planning.planner import balance
+from autobatch.planning.division import balance
 from autobatch.records import DeviceInfo
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autobatch.plan import Plan
 from autobatch.planning.curve import fit_curve
+from autobatch.planning.division import balance
 from autobatch.planning.plan_record import RankPlan
-from autobatch.planning.planner import balance
 from autobatch.records import DeviceInfo, Trial
 
 GIB = 2**30

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from autobatch.events.run_history import RankTotal, Run, Setback, StepRange
 from autobatch.plan import Plan
 from autobatch.planning.curve import fit_curve, ran
+from autobatch.planning.division import balance
 from autobatch.planning.plan_record import RankPlan
-from autobatch.planning.planner import balance
 from autobatch.records import DeviceInfo, Tenant, Trial, Verdict
 
 KIB, GIB = 2**10, 2**30

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workloads import Plain, bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.planning.planner import spread
+from autobatch.planning.division import spread
 from autobatch.testing import FakeDevice
 
 SIZE = 3

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workloads import Plain, full_batch_gradient, make_batch, mean_step, relative_error
 
 import autobatch
-from autobatch.planning.planner import spread
+from autobatch.planning.division import spread
 from autobatch.testing import FakeDevice
 
 DIVISIONS = {

@@ -17,7 +17,7 @@ from torch import nn
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.planning.planner import spread
+from autobatch.planning.division import spread
 from autobatch.testing import FakeDevice
 
 pytestmark = needs_sharding

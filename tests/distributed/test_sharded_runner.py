@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
-from autobatch.planning.planner import spread
+from autobatch.planning.division import spread
 from autobatch.testing import FakeDevice
 
 pytestmark = needs_sharding

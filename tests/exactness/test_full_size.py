@@ -28,7 +28,7 @@ from autobatch.exactness.comparison import SplitComparison
 from autobatch.exactness.partitions import Planned, divide_at_full_size, halvings, wholes_of
 from autobatch.exactness.verification import compare_few, compare_many, verify
 from autobatch.memory.cpu import CpuDevice
-from autobatch.planning.planner import balance
+from autobatch.planning.division import balance
 from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice, oom_at
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import autobatch
 from autobatch.errors import InexactSplit, InvalidArgument
-from autobatch.planning.planner import useful_sizes
+from autobatch.planning.division import useful_sizes
 from autobatch.testing import FakeDevice
 
 TEXTS = (128, 100, 128, 40, 7, 64, 20, 90) * 4

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autobatch
 from autobatch.events import Retried
-from autobatch.memory.device import drop_stale_references
+from autobatch.memory.cpu import CpuDevice
 from autobatch.testing import oom_at
 
 MIB = 2**20
@@ -69,7 +69,7 @@ def test_the_graph_of_a_failed_backward_pass_is_let_go(inference):
     gc.collect()
     assert held[0]() is not None
     with torch.inference_mode(inference), FailsAt("aten.zeros.default"):
-        drop_stale_references()
+        CpuDevice().reclaim()
     assert held[0]() is None
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.planning.curve import fit_curve
+from autobatch.planning.division import balance, useful_sizes
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.planner import balance, useful_sizes
 from autobatch.planning.reuse import Wanted, choose_remembered, why_not_confirmed
 from autobatch.records import DeviceInfo, Trial
 
@@ -67,24 +67,24 @@ def want(**changes):
 def test_the_newest_plan_for_the_same_question_is_taken():
     """The first of them, as they come newest first."""
     newest, older = make_plan(id="new"), make_plan(id="old")
-    assert choose_remembered([newest, older], want()).plan is newest
+    assert choose_remembered([newest, older], want())[0] is newest
 
 
 def test_a_plan_for_another_question_is_told():
     """It is the same step, so whoever waits for a whole search should know why."""
     found = choose_remembered([make_plan(id="a")], want(target_batch=512, objective="memory"))
-    assert (found.plan, found.passed_over) == (None, "a")
-    assert found.reason == ("it was made for target_batch=256, not 512, and objective='throughput', not 'memory'")
+    assert found[0].id == "a"
+    assert found[1] == ("it was made for target_batch=256, not 512, and objective='throughput', not 'memory'")
 
 
 def test_a_start_under_a_lower_limit_does_not_hide_the_better_plan():
     """The size that ran within today's limit is taken, though a smaller one was needed since."""
     better, newer = make_plan(id="better"), make_plan(32, limit=needs(49), id="newer", failing_size=37)
     found = choose_remembered([newer, better], want())
-    assert found.plan == better
-    assert choose_remembered([newer, better], want(limit_bytes=needs(40))).plan == newer
+    assert found[0] == better
+    assert choose_remembered([newer, better], want(limit_bytes=needs(40)))[0] == newer
     alike = [plan.model_copy(update={"objective": "memory"}) for plan in (newer, better)]
-    assert choose_remembered(alike, want(objective="memory")).plan == alike[0]
+    assert choose_remembered(alike, want(objective="memory"))[0] == alike[0]
 
 
 @pytest.mark.parametrize(
@@ -99,47 +99,46 @@ def test_a_start_under_a_lower_limit_does_not_hide_the_better_plan():
 )
 def test_a_plan_for_another_question_is_no_candidate(changes):
     """Nothing about it has failed, but whoever waits for a search should know why."""
-    plan, reason, passed_over = choose_remembered([make_plan()], want(**changes))
+    plan, reason = choose_remembered([make_plan()], want(**changes))
     [(name, value)] = changes.items()
-    assert (plan, passed_over) == (None, "a")
+    assert plan.id == "a"
     assert reason.startswith(f"it was made for {name}=")
     assert reason.endswith(f", not {value!r}")
 
 
 def test_a_predicted_plan_is_no_candidate():
     """Its size has never run."""
-    assert choose_remembered([make_plan(predicted=True)], want()).plan is None
+    assert choose_remembered([make_plan(predicted=True)], want())[0] is None
 
 
 def test_a_plan_that_needs_more_than_there_is_today_is_refused():
     """With both numbers; an older and smaller one that fits is taken, if nothing larger is possible."""
     found = choose_remembered([make_plan()], want(limit_bytes=needs(42)))
-    assert found == (None, "it needs 530.0 MiB, and the limit is 520.0 MiB today", "a")
+    assert found[1] == "it needs 530.0 MiB, and the limit is 520.0 MiB today"
     smaller = make_plan(size=37, limit=needs(40), id="small")
-    assert choose_remembered([make_plan(), smaller], want(limit_bytes=needs(42))).plan is smaller
+    assert choose_remembered([make_plan(), smaller], want(limit_bytes=needs(42)))[0] is smaller
 
 
 def test_more_memory_than_then_asks_for_a_search_only_where_it_would_help():
     """52 is the next size that saves a step: up to there the plan is still the best."""
-    assert choose_remembered([make_plan()], want(limit_bytes=needs(51))).plan is not None
+    assert choose_remembered([make_plan()], want(limit_bytes=needs(51)))[1] == ""
     found = choose_remembered([make_plan()], want(limit_bytes=needs(52)))
-    assert found.plan is None
-    assert found.reason == "the limit is 620.0 MiB today and was 600.0 MiB then: more than its 43 samples may fit"
+    assert found[1] == "the limit is 620.0 MiB today and was 600.0 MiB then: more than its 43 samples may fit"
 
 
 def test_a_plan_that_runs_all_at_once_or_least_memory_needs_no_more():
     """However much there is today."""
-    assert choose_remembered([make_plan(size=256, limit=needs(300))], want(limit_bytes=needs(9999))).plan is not None
+    assert choose_remembered([make_plan(size=256, limit=needs(300))], want(limit_bytes=needs(9999)))[1] == ""
     frugal = make_plan(objective="memory")
-    assert choose_remembered([frugal], want(objective="memory", limit_bytes=needs(9999))).plan is frugal
+    assert choose_remembered([frugal], want(objective="memory", limit_bytes=needs(9999)))[0] is frugal
     bounded = make_plan(max_micro_batch=43)
-    assert choose_remembered([bounded], want(max_micro_batch=43, limit_bytes=needs(9999))).plan is bounded
+    assert choose_remembered([bounded], want(max_micro_batch=43, limit_bytes=needs(9999)))[0] is bounded
 
 
 def test_where_the_device_does_not_tell_its_memory_the_plan_is_tried():
     """There is nothing to compare; running out of memory is the only signal."""
     plan = make_plan(limit=0, peak_bytes=0, curve=None)
-    assert choose_remembered([plan], want(limit_bytes=0)).plan is plan
+    assert choose_remembered([plan], want(limit_bytes=0))[0] is plan
 
 
 @given(st.integers(1, 300), st.integers(1, 600))
@@ -151,11 +150,11 @@ def test_what_is_taken_is_what_a_search_would_find(then, today):
 
     plan = make_plan(size=best(then), limit=needs(then))
     found = choose_remembered([plan], want(limit_bytes=needs(today)))
-    if found.plan is not None:
+    if not found[1]:
         assert best(then) == best(today)
     else:
         assert best(then) != best(today)
-        assert found.reason
+        assert found[1]
 
 
 @pytest.mark.parametrize(
@@ -266,4 +265,4 @@ def test_a_size_that_has_failed_is_not_tried_again_for_a_few_bytes(more, serves)
     assert bent.peak_reserved(52) <= needs(52)
     plan = make_plan(limit=needs(50), curve=bent, failing_size=52, searched_bytes=needs(52))
     found = choose_remembered([plan], want(limit_bytes=needs(52) + more))
-    assert (found.plan is plan) == serves
+    assert (found[1] == "") == serves

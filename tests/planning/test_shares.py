@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
-from autobatch.planning.planner import spread
+from autobatch.planning.division import spread
 from autobatch.planning.shares import share_batch, share_target
 
 pytestmark = pytest.mark.quick

@@ -22,7 +22,7 @@ def the_headroom_is_used_up(real, question, trial):
     return trial.outcome == "fits"
 
 
-@bug("autobatch.planning.planner.balance", "tests/planning/test_planner.py::test_balance_by_example")
+@bug("autobatch.planning.division.balance", "tests/planning/test_division.py::test_balance_by_example")
 def the_last_part_is_small(real, total, largest, smallest=1):
     """256 samples become 100, 100 and 56, which takes more memory than 86, 85 and 85."""
     parts = [largest] * (total // largest)
@@ -30,12 +30,12 @@ def the_last_part_is_small(real, total, largest, smallest=1):
 
 
 @bug(
-    "autobatch.planning.pacing._after_clean_step",
+    "autobatch.planning.pacing.Pace.after_clean_step",
     f"{PACING}::test_after_an_unexplained_oom_the_size_is_back_after_one_clean_step",
 )
-def the_size_never_grows_back(real, pace, largest):
+def the_size_never_grows_back(real, self, largest):
     """One shortage makes all later steps slower."""
-    return pace
+    return self
 
 
 @bug("autobatch.planning.pacing.Pace.after_shortage", f"{PACING}::test_the_size_after_an_oom_by_example")

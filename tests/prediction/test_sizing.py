@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autobatch.planning.planner import balance, useful_sizes
+from autobatch.planning.division import balance, useful_sizes
 from autobatch.prediction.card_table import COMMON
 from autobatch.prediction.cards import GPUS, find_gpu, make_gpu
 from autobatch.prediction.child_process import run_apart

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from workloads import Plain, make_batch, mean_step
 
-from autobatch.planning.planner import balance, compiled_ladder
+from autobatch.planning.division import balance, compiled_ladder
 from autobatch.step.model_info import is_compiled
 
 

@@ -20,15 +20,15 @@ from torch import nn
 
 import autobatch
 from autobatch.events import Retried, SizeChanged
-from autobatch.planning import planner
+from autobatch.planning import division
 from autobatch.planning.curve import MemoryCurve
+from autobatch.planning.division import compiled_ladder, eager_ladder
 from autobatch.planning.pacing import CLEAN_STEPS, Pace
-from autobatch.planning.planner import compiled_ladder, eager_ladder
 from autobatch.records import Tenant
 from autobatch.testing import FakeDevice
 
 STEPS, TARGET, SIZE = 3_000, 256, 64
-balance = functools.cache(planner.balance)
+balance = functools.cache(division.balance)
 BASE, SLOPE = 1_000, 100
 
 

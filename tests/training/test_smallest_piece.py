@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import autobatch
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.plan import Plan
-from autobatch.planning.planner import balance, least_size
+from autobatch.planning.division import balance, least_size
 from autobatch.records import DeviceInfo
 from autobatch.testing import FakeDevice
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
-from autobatch.planning.planner import balance, divide_evenly, spread, useful_sizes
+from autobatch.planning.division import balance, divide_evenly, spread, useful_sizes
 
 pytestmark = pytest.mark.quick
 

@@ -21,8 +21,8 @@ from autobatch.memory.device import Device
 from autobatch.memory.devices import Allowance
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
+from autobatch.planning.division import balance
 from autobatch.planning.plan_record import PlanRecord, RankPlan
-from autobatch.planning.planner import balance
 from autobatch.planning.reuse import Wanted
 from autobatch.records import Padding, Saving, SizeAtLength, Trial, Verdict
 from autobatch.step.model_info import identify_model
@@ -35,32 +35,18 @@ Checked = tuple[Verdict | None, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Request:
-    """Request for a search.
-
-    Attributes:
-        workload: Model, step and optimizer.
-        memory: Device of the trials.
-        allowance: Budget and headroom there.
-        state: State before the first trial, to which each trial returns.
-        division: Division of the target among ranks, and their exchange in trials.
-        wanted: Samples of this rank, and the conditions that a remembered plan has to meet.
-        batch: Argument ``batch=`` of the user.
-        lengths: Lengths of samples; ``None`` if they do not differ.
-        hooks: Callables for the events of the search.
-        ledger: Ledger of the plans that may be confirmed.
-        budget_passed: Whether the user passed the budget.
-    """
+    """Request for a search."""
 
     workload: Workload
-    memory: Device
-    allowance: Allowance
-    state: TrainingState
-    division: Division
-    wanted: Wanted
-    batch: Any
-    lengths: ByLength | None
+    memory: Device  # of the trials
+    allowance: Allowance  # budget and headroom there
+    state: TrainingState  # before the first trial; each trial returns to it
+    division: Division  # of the target among ranks, and their exchange in trials
+    wanted: Wanted  # samples of this rank, and the conditions that a remembered plan has to meet
+    batch: Any  # argument of the user
+    lengths: ByLength | None  # ``None`` if samples do not differ in length
     hooks: tuple[Hook, ...]
-    ledger: Ledger
+    ledger: Ledger  # plans that may be confirmed
     budget_passed: bool
 
     @property
@@ -75,51 +61,31 @@ class Request:
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """Samples of a search.
+    """Samples of a search."""
 
-    Attributes:
-        example: Samples as they were given or found.
-        compared: Samples for the check of exactness: these, and the smallest one of a dataset.
-        by_length: The samples by length, if lengths differ.
-        norms: Names of BatchNorm layers that the user left in train mode.
-        warnings: Sentences for the plan.
-    """
-
-    example: Layout
-    compared: Layout
-    by_length: SamplesByLength | None
-    norms: Sequence[str]
+    example: Layout  # as given or found
+    compared: Layout  # for the check of exactness: these, and the smallest one of a dataset
+    by_length: SamplesByLength | None  # ``None`` if lengths do not differ
+    norms: Sequence[str]  # names of BatchNorm layers that the user left in train mode
     warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search. Fields that a plan has too mean the same there.
+    """Result of a search. Fields that a plan has too mean the same there."""
 
-    Attributes:
-        samples: Samples of a step on this rank.
-        size: Most samples in a micro-batch; this size has run.
-        smallest: Fewest samples that the model can run.
-        sizes: With lengths, the number of samples that run together at each length.
-        trials: Trials, of the longest samples if lengths differ.
-        shorter_trials: Trials of shorter samples.
-        confirmed: Earlier plan that one trial has confirmed; ``None`` after a search.
-        batch: Samples of the trials.
-        aux_bytes: Most bytes that a step returned beside the loss of a micro-batch.
-    """
-
-    samples: int
-    size: int
-    smallest: int
-    sizes: tuple[SizeAtLength, ...]
-    trials: tuple[Trial, ...]
+    samples: int  # of a step on this rank
+    size: int  # most samples in a micro-batch; this size has run
+    smallest: int  # fewest samples that the model can run
+    sizes: tuple[SizeAtLength, ...]  # with lengths, the number of samples that run together at each length
+    trials: tuple[Trial, ...]  # of the longest samples if lengths differ
     shorter_trials: tuple[Trial, ...]
-    confirmed: PlanRecord | None
+    confirmed: PlanRecord | None  # earlier plan that one trial has confirmed
     batch: ExampleBatch
     fingerprint: str
     state_bytes: int
     trained: int
-    aux_bytes: int
+    aux_bytes: int  # the most that a step returned beside the loss of a micro-batch
     savings: tuple[Saving, ...]
     warnings: tuple[str, ...]
 
