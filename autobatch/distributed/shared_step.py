@@ -1,4 +1,10 @@
-"""Synchronizes one step over the ranks: totals of all, the sum of all gradients, and one moment to update."""
+"""Synchronizes one step over the ranks: totals of all, the sum of all gradients, and one moment to update.
+
+1. ``open``: exchange the totals of the samples, before the first micro-batch.
+2. ``sum``: exchange which gradients there are, then sum them. Nothing raises in between: the other ranks wait.
+3. ``agree``: wait until nothing before the optimizer's step can fail on any rank.
+4. ``end``: exchange what each rank did, after the update.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +15,10 @@ from typing import Any
 
 import torch
 
-from autobatch.distributed.agreement import StepAgreement
+from autobatch.distributed.agreement import END, Agreement
 from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
 from autobatch.distributed.ranks import Ranks, digest_values
-from autobatch.distributed.reduction import GradientSlot, LossSlot
+from autobatch.distributed.reduction import GradientSlot
 from autobatch.distributed.sharded.model import has_shards
 from autobatch.errors import InvalidArgument
 from autobatch.events.rank_step import RankStep
@@ -32,23 +38,16 @@ class SharedStep:
     """
 
     def __init__(self, ranks: Ranks, step: int, action: str, optimizer: Any | None = None) -> None:
-        """Send nothing before ``open``.
-
-        Args:
-            ranks: Ranks of the model.
-            step: Number of the step in its Runner.
-            action: ``"step"`` or ``"accumulate"``.
-            optimizer: Optimizer of the update.
-        """
+        """Send nothing before ``open``; ``action`` is ``"step"`` or ``"accumulate"``."""
         self.weights: Mapping[str, float] = {}
-        self.samples = 0
-        self._ranks, self._agreement = ranks, StepAgreement(ranks.channel, ranks.number, step, action)
-        self._optimizer, self._is_open, self._block = optimizer, False, ExitStack()
-        self._own_samples = 0
+        self.samples = self._own_samples = 0
+        self._ranks, self._agreement = ranks, Agreement(ranks.channel, f"{action} {step}", ranks.number)
+        self._wrapper: Any = ranks.model
+        self._optimizer, self._block = optimizer, ExitStack()
 
     def begin(self) -> None:
         """Keep the wrapper from communicating until ``close``."""
-        self._block.enter_context(undisturbed(self._ranks.wrapper))
+        self._block.enter_context(undisturbed(self._wrapper))
 
     def fail(self, error: BaseException) -> None:
         """Send an error that ended this rank's step to the others, unless they know it."""
@@ -69,33 +68,28 @@ class SharedStep:
         Raises:
             InvalidArgument: Earlier gradients or the names of the terms differ between the ranks; every rank raises it.
         """
-        if self._is_open:
+        if self.weights:
             return
         digest = digest_values(earlier)
         gathered = self._agreement.gather("open", weights=dict(weights), samples=samples, earlier=digest)
-        if len({values["earlier"] for values in gathered}) > 1:
-            raise self._agreement.refuse(
-                InvalidArgument(
-                    "gradients from before the step differ between the ranks, so the optimizer would move their "
-                    "parameters apart: call optimizer.zero_grad() before runner.step()"
-                )
-            )
-        named = [values["weights"] for values in gathered if values["samples"]]
-        if any(terms.keys() != named[0].keys() for terms in named):
-            raise self._agreement.refuse(
-                InvalidArgument(
-                    f"weigh() names different terms on different ranks ({[sorted(terms) for terms in named]}): name "
-                    f"the same terms on each, with 0 if there is nothing to count"
-                )
-            )
-        names = named[0] if named else [""]
-        self.weights = {name: math.fsum(terms[name] for terms in named) for name in names}
-        self.samples, self._is_open = sum(values["samples"] for values in gathered), True
-        self._own_samples = samples
+        self._refuse_unlike(
+            [values["earlier"] for values in gathered],
+            "gradients from before the step differ between the ranks, so the optimizer would move their parameters "
+            "apart: call optimizer.zero_grad() before runner.step()",
+        )
+        named = [values["weights"] for values in gathered if values["samples"]] or [{"": 0.0}]
+        terms = [sorted(weights) for weights in named]
+        self._refuse_unlike(
+            terms,
+            f"weigh() names different terms on different ranks ({terms}): name the same terms on each, with 0 if there "
+            f"is nothing to count",
+        )
+        self.weights = {name: math.fsum(weights[name] for weights in named) for name in named[0]}
+        self.samples, self._own_samples = sum(values["samples"] for values in gathered), samples
         self._ranks.own_time.start()
 
     @torch.no_grad()
-    def combine(
+    def sum(
         self,
         parameters: Sequence[torch.Tensor],
         sums: MutableMapping[torch.Tensor, torch.Tensor],
@@ -121,11 +115,9 @@ class SharedStep:
             RankLost: A rank is gone.
         """
         # All allocations come first: if memory runs out here, the other ranks do not wait in the sum yet.
-        device = next(parameter.device for parameter in parameters)
         whole = [parameter for parameter in parameters if parameter.requires_grad and not has_shards(parameter)]
-        slots = _make_slots(whole, sums)
-        self._ranks.reduction.reserve(whole, device)
-        narrow, wide = (torch.empty((), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64))
+        slots, total = _make_slots(whole, sums), _hold_loss(parameters, loss)
+        self._ranks.reduction.reserve([*whole, total])
         with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the sum
             self._ranks.own_time.stop()
             gathered = self._agreement.gather(
@@ -135,34 +127,25 @@ class SharedStep:
                 counted=None if unit is None else counted,
                 unit=unit,
                 runs=loss is not None,
-                wide=loss is not None and loss.dtype is torch.float64,
             )
-            counts = self._read_counts(gathered)
-            if not counts:
+            trains = [values["trains"] for values in gathered]
+            self._refuse_unlike(trains, "the ranks train different parameters: make and freeze the same ones on each")
+            running = [values for values in gathered if values["runs"]]
+            if not running:
                 self._agreement.end()
                 return None
+            self._refuse_unlike(
+                [values["unit"] is None for values in running],
+                "step() returns a count (Mean, Sum) on one rank and none on another: always return it",
+            )
             if loss is None:  # this rank has its part of the others' sharded gradients, so it needs their unit
-                unit = next(values["unit"] for values in gathered if values["runs"])
-            factor = 1.0 if unit is None else unit / math.fsum(count or 0.0 for count in counts)
-            total = LossSlot(loss, wide if any(values["wide"] for values in gathered) else narrow)
-            self._ranks.reduction.sum([*_find_wanted(slots, gathered), total], factor)
+                unit = running[0]["unit"]
+            factor = 1.0 if unit is None else unit / math.fsum(values["counted"] for values in running)
+            self._ranks.reduction.sum([*_find_wanted(slots, gathered), GradientSlot(total, {})], factor)
         _correct([parameter for parameter in parameters if has_shards(parameter)], sums, factor)
-        return total.result
+        return total.grad
 
-    def _read_counts(self, gathered: Sequence[dict[str, Any]]) -> list[float | None]:
-        """Return the counts of the ranks that ran anything: each has one, or none has."""
-        if len({values["trains"] for values in gathered}) > 1:
-            raise self._agreement.refuse(
-                InvalidArgument("the ranks train different parameters: make and freeze the same ones on each")
-            )
-        counts = [values["counted"] for values in gathered if values["runs"]]
-        if len({count is None for count in counts}) > 1:
-            raise self._agreement.refuse(
-                InvalidArgument("step() returns a count (Mean, Sum) on one rank and none on another: always return it")
-            )
-        return counts
-
-    def agree_on_update(self) -> None:
+    def agree(self) -> None:
         """Wait until nothing before the optimizer's step can fail on any rank, and take the buffers of rank 0.
 
         DistributedDataParallel sends buffers when a step begins, but a step that is run again would undo that.
@@ -170,17 +153,15 @@ class SharedStep:
         Raises:
             InvalidArgument: The ranks' models have different buffers, or their optimizers different learning rates.
         """
-        buffers = SharedBuffers(broadcast_buffers_of(self._ranks.wrapper))
+        buffers = SharedBuffers(broadcast_buffers_of(self._wrapper))
         with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the broadcast
             gathered = self._gather_rates(buffers=buffers.description)
-            if len({values["buffers"] for values in gathered}) > 1:
-                raise self._agreement.refuse(
-                    InvalidArgument(
-                        "the ranks have different buffers: make them in __init__ and in the same shapes, or pass "
-                        "broadcast_buffers=False to DistributedDataParallel"
-                    )
-                )
-            buffers.take_first(self._ranks.wrapper.process_group, self._ranks.channel)
+            self._refuse_unlike(
+                [values["buffers"] for values in gathered],
+                "the ranks have different buffers: make them in __init__ and in the same shapes, or pass "
+                "broadcast_buffers=False to DistributedDataParallel",
+            )
+            buffers.take_first(self._wrapper.process_group, self._ranks.channel)
 
     def _gather_rates(self, **values: Any) -> list[dict[str, Any]]:
         """Exchange the learning rates, at the last point before the update.
@@ -209,8 +190,13 @@ class SharedStep:
         self._block.enter_context(deferred_interrupts())  # the step has ended on all ranks, so also on this one
         own = {"micro_batch_size": micro_batch_size, "retries": retries, "peak_bytes": peak_bytes}
         seconds = self._ranks.own_time.read()
-        gathered = self._agreement.gather("done", did={**own, "samples": self._own_samples, "seconds": seconds})
+        gathered = self._agreement.gather(END, did={**own, "samples": self._own_samples, "seconds": seconds})
         return tuple(RankStep(rank=rank, **values["did"]) for rank, values in enumerate(gathered))
+
+    def _refuse_unlike(self, values: Sequence[Any], message: str) -> None:
+        """Raise InvalidArgument on every rank if the ranks' values differ."""
+        if any(value != values[0] for value in values):
+            raise self._agreement.refuse(InvalidArgument(message))
 
 
 def _read_rates(optimizer: Any | None) -> list[float]:
@@ -231,6 +217,15 @@ def _make_slots(
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
         raise InvalidArgument("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
     return [GradientSlot(parameter, sums) for parameter in parameters]
+
+
+def _hold_loss(parameters: Sequence[torch.Tensor], loss: torch.Tensor | None) -> torch.Tensor:
+    """Return a scalar whose ``.grad`` is the loss, which is summed like a gradient."""
+    is_wide = any(parameter.dtype is torch.float64 for parameter in parameters)  # the same on every rank
+    dtype = torch.float64 if is_wide else torch.float32
+    held = torch.empty((), dtype=dtype, device=next(parameter.device for parameter in parameters))
+    held.grad = None if loss is None else loss.detach().to(held, copy=True).reshape(())
+    return held
 
 
 def _find_wanted(slots: Sequence[GradientSlot], gathered: Sequence[Mapping[str, Any]]) -> list[GradientSlot]:

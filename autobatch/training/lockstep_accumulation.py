@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 from autobatch.batch.cut import Group
 from autobatch.batch.layout import Layout, MicroBatch, describe
 from autobatch.batch.tree import map_tensors
-from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, OtherRankShort, RunAgain
+from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, PassDropped
 from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
 from autobatch.distributed.sharded.pass_record import PassDiffers
 from autobatch.distributed.sharded.step import ShardedStep
@@ -109,7 +109,7 @@ class LockstepAccumulation(Accumulation):
                 self._lockstep.finish()
                 return None
             reason = shortage.reason
-        except (OtherRankShort, RunAgain) as error:
+        except PassDropped as error:
             reason = str(error)
         except BaseException as error:
             again, reason = self._find_cause(error), str(error)
@@ -150,7 +150,7 @@ class LockstepAccumulation(Accumulation):
         assert self._shared is not None  # noqa: S101 - narrows for mypy
         own = _count(progress)
         with deferred_interrupts():
-            number = self._shared.agree_on(own)
+            number = self._shared.agree_on_number(own)
             if number:  # from the exchange on, the other ranks are in the pass
                 self._lockstep.start("forward")
         if 0 < own < number:

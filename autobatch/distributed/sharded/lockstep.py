@@ -17,11 +17,11 @@ from typing import Any, Literal
 from torch import nn
 
 from autobatch._user_errors import contextmanager
-from autobatch.distributed.agreement import StepAgreement, name_error
+from autobatch.distributed.agreement import Agreement, name_error
 from autobatch.distributed.channel import Channel
 from autobatch.distributed.sharded.model import divisor_of, param_groups, refuse_changed_settings, reset
 from autobatch.distributed.sharded.pass_record import is_recorded, record_of
-from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument, RankFailed, RankLost
+from autobatch.errors import DoesNotFit, InvalidArgument, RankFailed, RankLost
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.undo.interrupts import deferred_interrupts
 
@@ -30,12 +30,8 @@ DIFFERS = "the pass differs"
 ONE_SAMPLE = "the model refuses one sample"
 
 
-class OtherRankShort(DoesNotFit):
-    """Another rank ran out of memory in a pass that all ranks end together."""
-
-
-class RunAgain(AutobatchError):
-    """All ranks drop a pass that did not run out of memory, and run it again."""
+class PassDropped(DoesNotFit):
+    """Another rank drops a pass that all ranks end together, and all will run it again."""
 
 
 class Lockstep:
@@ -55,10 +51,9 @@ class Lockstep:
         self._groups = param_groups(model)
         self._factor: float | None = self._groups[0].gradient_divide_factor
         self.divisor = divisor_of(model)
-        self._agreement: StepAgreement | None = None
-        self._blocks = 0
+        self._agreement: Agreement | None = None
 
-    def begin(self, agreement: StepAgreement) -> None:
+    def begin(self, agreement: Agreement) -> None:
         """Begin a step, in which all ranks run the same number of micro-batches."""
         self._agreement, self.running = agreement, None
         refuse_changed_settings(self._model, self._groups, self._factor)
@@ -77,7 +72,7 @@ class Lockstep:
         """End the pass before and begin another one; a second call in a pass does nothing.
 
         Raises:
-            OtherRankShort: Another rank ran out of memory in the pass before.
+            PassDropped: Another rank drops the pass before.
         """
         if self.running == name:
             return
@@ -88,13 +83,13 @@ class Lockstep:
     def _begin_pass(self, name: Literal["forward", "backward"]) -> None:
         self.running = name
         self._record.begin(name)
-        self._record.agree, self._record.lose = self._agree, self._channel.lose
+        self._record.agree, self._record.collective = self._agree, self._channel.collective
 
     def finish(self) -> None:
         """End the running pass, if any.
 
         Raises:
-            OtherRankShort: Another rank ran out of memory in it.
+            PassDropped: Another rank drops it.
             RankFailed: Another rank failed in it.
         """
         if self.running is None:
@@ -157,11 +152,10 @@ class Lockstep:
         """Block whose passes all ranks run together, and that ends on all if one runs out of memory.
 
         Raises:
-            OtherRankShort: Another rank ran out of memory.
+            PassDropped: Another rank ran out of memory.
             RankFailed: Another rank failed.
         """
-        self._blocks += 1
-        agreement = StepAgreement(self._channel, self._channel.agreed, self._blocks, call)
+        agreement = Agreement(self._channel, call)
         try:
             self.begin(agreement)
             self._begin_pass("forward")
@@ -188,9 +182,9 @@ class Lockstep:
         self._note_causes(gathered)
         short = {rank: values["short"] for rank, values in enumerate(gathered) if "short" in values}
         if short:
-            raise OtherRankShort(f"another rank ran out of memory ({self._channel.list_by_rank(short)})")
+            raise PassDropped(f"another rank ran out of memory ({self._channel.list_by_rank(short)})")
         if self.causes:
-            raise RunAgain(f"another rank runs this pass again ({', '.join(self.causes)})")
+            raise PassDropped(f"another rank runs this pass again ({', '.join(self.causes)})")
         if any(values["next"] != collective for values in gathered):
             raise self._agreement.refuse(
                 RankFailed("the ranks' passes differ: run the same sharded modules in the same order on every rank")
@@ -203,9 +197,9 @@ class Lockstep:
         self.causes = frozenset(causes)
 
 
-def _report(agreement: StepAgreement, error: BaseException) -> None:
+def _report(agreement: Agreement, error: BaseException) -> None:
     """Send the error that has ended a block here to the others, unless it came from them."""
-    if isinstance(error, OtherRankShort):
+    if isinstance(error, PassDropped):
         return
     if isinstance(error, DoesNotFit) or is_oom(error):
         agreement.gather("forward", short=name_error(error))
