@@ -51,11 +51,7 @@ class Channel:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Make the gloo group. Collective: every rank of ``group`` makes its own at the same point.
-
-        Raises:
-            RankLost: A rank did not make the same call in time.
-        """
+        """Make the gloo group. Collective: every rank of ``group`` makes its own at the same point."""
         owner: Any = group or dist.group.WORLD
         self.members: list[int] = dist.get_process_group_ranks(owner)
         self.rank, self.size = dist.get_rank(group), len(self.members)

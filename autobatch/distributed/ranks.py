@@ -85,11 +85,7 @@ def all_or_none(ranks: Ranks | None, call: str) -> Iterator[list[Any]]:
 
 
 def find_ranks(model: nn.Module) -> Ranks | None:
-    """Find the ranks over which the user's wrapped model is parallel; ``None`` if it trains on one.
-
-    Raises:
-        InvalidArgument: Several ranks are running, and nothing would sum this model's gradients.
-    """
+    """Find the ranks over which the user's wrapped model is parallel; ``None`` if it trains on one."""
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
         return Ranks(model, group) if dist.get_world_size(group) > 1 else None
@@ -112,9 +108,6 @@ def take_module(model: nn.Module, ranks: Ranks | None) -> nn.Module:
 
     This is needed on one rank, too. With ``static_graph=True`` the wrapper cannot run two forward passes in a row, and
     with ``gradient_as_bucket_view=True`` it moves gradients.
-
-    Raises:
-        InvalidArgument: A part of the model would communicate with other ranks.
     """
     if ranks is not None:
         refuse_unsupported(model)
@@ -157,15 +150,7 @@ class OwnTime:
 
 
 def refuse_differences(gathered: Sequence[Mapping[str, Any]], ranks: Ranks | None) -> None:
-    """Refuse values that must be the same on every rank.
-
-    Args:
-        gathered: Named values of each rank, by rank.
-        ranks: Ranks that sent them; ``None`` if this process trains alone.
-
-    Raises:
-        InvalidArgument: Values differ; every rank raises it.
-    """
+    """Refuse named values, by rank, that must be the same on every rank; ``None``: this process trains alone."""
     if ranks is None:
         return
     for name in gathered[0]:

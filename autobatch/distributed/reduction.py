@@ -70,10 +70,10 @@ class Reduction:
         self._buckets: dict[torch.dtype, torch.Tensor] = {}
 
     def reserve(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Allocate missing buckets for the gradients of these parameters and for the loss; return all buckets."""
+        """Allocate missing buckets for the gradients of these parameters; return all buckets."""
         for dtype in {dtype_of(parameter) for parameter in parameters}:
             alike = [parameter for parameter in parameters if dtype_of(parameter) is dtype]
-            count = 1 + sum(parameter.numel() for parameter in alike)
+            count = sum(parameter.numel() for parameter in alike)
             count = max(1, min(count, self._bucket_bytes // dtype.itemsize))
             if dtype not in self._buckets or len(self._buckets[dtype]) < count:
                 self._buckets.pop(dtype, None)  # before the larger one is made
@@ -111,6 +111,12 @@ class Reduction:
     def _sum_bucket(self, bucket: torch.Tensor) -> None:
         with self._channel.collective("the sum of the gradients"):
             dist.all_reduce(bucket, group=self._group)
+
+
+def make_loss(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a scalar whose ``.grad`` takes the loss, so that it is summed like a gradient; alike on every rank."""
+    is_wide = any(parameter.dtype is torch.float64 for parameter in parameters)
+    return torch.empty((), dtype=torch.float64 if is_wide else torch.float32, device=parameters[0].device)
 
 
 def dtype_of(parameter: torch.Tensor) -> torch.dtype:

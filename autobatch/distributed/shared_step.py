@@ -18,7 +18,7 @@ import torch
 from autobatch.distributed.agreement import END, Agreement
 from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
 from autobatch.distributed.ranks import Ranks, digest_values
-from autobatch.distributed.reduction import GradientSlot
+from autobatch.distributed.reduction import GradientSlot, make_loss
 from autobatch.distributed.sharded.model import has_shards
 from autobatch.errors import InvalidArgument
 from autobatch.events.rank_step import RankStep
@@ -64,9 +64,6 @@ class SharedStep:
             weights: Total of each term on this rank; the name ``""`` means every term.
             samples: Number of samples of this rank; may be 0.
             earlier: Gradients from before the step, one for each parameter.
-
-        Raises:
-            InvalidArgument: Earlier gradients or the names of the terms differ between the ranks; every rank raises it.
         """
         if self.weights:
             return
@@ -109,14 +106,11 @@ class SharedStep:
 
         Returns:
             The loss of all ranks; ``None`` if no sample of any rank counts, and then nothing has changed.
-
-        Raises:
-            InvalidArgument: A gradient is sparse, or the ranks' steps differ.
-            RankLost: A rank is gone.
         """
         # All allocations come first: if memory runs out here, the other ranks do not wait in the sum yet.
         whole = [parameter for parameter in parameters if parameter.requires_grad and not has_shards(parameter)]
-        slots, total = _make_slots(whole, sums), _hold_loss(parameters, loss)
+        slots, total = _make_slots(whole, sums), make_loss(parameters)
+        total.grad = None if loss is None else loss.detach().to(total, copy=True).reshape(())
         self._ranks.reduction.reserve([*whole, total])
         with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the sum
             self._ranks.own_time.stop()
@@ -149,9 +143,6 @@ class SharedStep:
         """Wait until nothing before the optimizer's step can fail on any rank, and take the buffers of rank 0.
 
         DistributedDataParallel sends buffers when a step begins, but a step that is run again would undo that.
-
-        Raises:
-            InvalidArgument: The ranks' models have different buffers, or their optimizers different learning rates.
         """
         buffers = SharedBuffers(broadcast_buffers_of(self._wrapper))
         with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the broadcast
@@ -180,10 +171,9 @@ class SharedStep:
         return gathered
 
     def end(self, *, micro_batch_size: int, retries: int, peak_bytes: int) -> tuple[RankStep, ...]:
-        """End the step on all ranks, after the update. Interrupts then wait for ``close``.
+        """End the step on all ranks, after the update; return the report of each rank, nothing if no sample counted.
 
-        Returns:
-            The report of each rank, by rank; nothing if no sample counted.
+        Interrupts then wait for ``close``.
         """
         if self._agreement.is_over:
             return ()
@@ -217,15 +207,6 @@ def _make_slots(
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
         raise InvalidArgument("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
     return [GradientSlot(parameter, sums) for parameter in parameters]
-
-
-def _hold_loss(parameters: Sequence[torch.Tensor], loss: torch.Tensor | None) -> torch.Tensor:
-    """Return a scalar whose ``.grad`` is the loss, which is summed like a gradient."""
-    is_wide = any(parameter.dtype is torch.float64 for parameter in parameters)  # the same on every rank
-    dtype = torch.float64 if is_wide else torch.float32
-    held = torch.empty((), dtype=dtype, device=next(parameter.device for parameter in parameters))
-    held.grad = None if loss is None else loss.detach().to(held, copy=True).reshape(())
-    return held
 
 
 def _find_wanted(slots: Sequence[GradientSlot], gathered: Sequence[Mapping[str, Any]]) -> list[GradientSlot]:

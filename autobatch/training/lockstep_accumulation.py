@@ -112,8 +112,12 @@ class LockstepAccumulation(Accumulation):
         except PassDropped as error:
             reason = str(error)
         except BaseException as error:
-            again, reason = self._find_cause(error), str(error)
-            if again is None:
+            reason = str(error)
+            if isinstance(error, PassDiffers):
+                again = DIFFERS
+            elif self.smallest == 1 and refuses_one_sample(error) and self._lockstep.running is not None:
+                again = ONE_SAMPLE
+            else:
                 self._lockstep.abandon(error)
                 raise
         finally:
@@ -130,13 +134,6 @@ class LockstepAccumulation(Accumulation):
         else:
             progress.restart()
         return Shortage(failed_size=0, reason=reason)
-
-    def _find_cause(self, error: BaseException) -> str | None:
-        """Return the cause of another run of the pass that raised this error; ``None`` if the error is the user's."""
-        if isinstance(error, PassDiffers):
-            return DIFFERS
-        is_refusal = self.smallest == 1 and refuses_one_sample(error) and self._lockstep.running is not None
-        return ONE_SAMPLE if is_refusal else None
 
     def _forget_graph(self) -> None:
         self._outputs, self._losses = (), {}
@@ -235,20 +232,15 @@ class LockstepAccumulation(Accumulation):
         here.restore()
 
     def cut_again(self, progress: AccumulationState, largest: int) -> None:
-        """Cut smaller micro-batches after a shortage on this rank; otherwise cut the same ones again."""
+        """Cut smaller micro-batches after a shortage on this rank; else the same, or larger ones for the model."""
         if ONE_SAMPLE in self._lockstep.causes:
             self.smallest = 2
         if self._is_short:
             super().cut_again(progress, largest)
         elif progress.todo:
-            self._cut_equally(progress)
-
-    def _cut_equally(self, progress: AccumulationState) -> None:
-        """Cut the same micro-batches again, or larger ones if some are too small for the model."""
-        sizes = [micro_batch.size for micro_batch in progress.todo]
-        is_too_small = min(sizes) < self.smallest
-        parts = self._cut(progress.groups, max(sizes)) if is_too_small else [*progress.todo]
-        progress.begin_again(parts)
+            sizes = [micro_batch.size for micro_batch in progress.todo]
+            is_too_small = min(sizes) < self.smallest
+            progress.begin_again(self._cut(progress.groups, max(sizes)) if is_too_small else [*progress.todo])
 
 
 def _count(progress: AccumulationState) -> int:

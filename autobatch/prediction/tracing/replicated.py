@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autobatch.distributed.data_parallel import SharedBuffers
-from autobatch.distributed.reduction import GradientSlot, Reduction
+from autobatch.distributed.reduction import GradientSlot, Reduction, make_loss
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder
 from autobatch.undo.gradients import Float32Sums
@@ -68,8 +68,7 @@ class Replicated(OneRank):
     def reduce(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:
         """Sum gradients through buckets, as ``SharedStep.sum`` does."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        is_wide = any(parameter.dtype is torch.float64 for parameter in parameters)
-        loss = torch.empty((), dtype=torch.float64 if is_wide else torch.float32, device=DEVICE)
+        loss = make_loss(parameters)
         self._label(self._reduction.reserve([*trained, loss]))
         slots = [GradientSlot(parameter, sums.take()) for parameter in trained]
         there = [slot for slot in slots if slot.has_any()]
