@@ -12,7 +12,7 @@ from torch import nn
 from autobatch._arguments import check_switch
 from autobatch._wrappers import is_accumulating
 from autobatch.batch.layout import Layout
-from autobatch.distributed.ranks import find_ranks, several_blocks
+from autobatch.distributed.ranks import all_or_none, find_ranks
 from autobatch.errors import InvalidArgument
 from autobatch.fitting.fit import fit
 from autobatch.fitting.loader_sizes import ForRun
@@ -105,7 +105,7 @@ class Runner(StepRunner):
             InvalidArgument: An argument is unknown or cannot be used.
         """
         refuse_unknown("Runner.fit()", options, ["batch", "step", "optimizer", *names_of(FitAndRunOptions)])
-        with several_blocks(find_ranks(model), "Runner.fit()"):
+        with all_or_none(find_ranks(model), "Runner.fit()"):
             # Trials run the step too, which changes these objects.
             objects = Undo(None, torch.device("cpu"), keep=check_objects(options.get("keep", ())))
             try:

@@ -35,7 +35,7 @@ from autobatch.testing import FakeDevice
 __all__ = ["MOST", "SAMPLE_SECONDS", "TARGET"]
 
 _WARM = 20
-_MESSAGE = {"place": "step 1234 of Runner 1, 'open'", "weights": {"": 64.0}, "samples": 64, "earlier": ""}
+_MESSAGE = {"place": "step 1234 of Runner 1, open", "weights": {"": 64.0}, "samples": 64, "earlier": ""}
 """As long as those of a step."""
 
 _ORDERS = [*permutations(range(3))]

@@ -1,47 +1,49 @@
-"""Makes the ranks of one step succeed or fail together.
+"""Lets a call succeed on all ranks, or raise on all.
 
-All ranks exchange messages at fixed points of a step. A rank that fails sends its error at the next point, so all ranks
-stop and none waits.
+All ranks exchange messages at the same points of a call. A rank that fails sends its error at the next point, so all
+ranks stop and none waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 from autobatch.distributed.channel import Channel
 from autobatch.errors import AutobatchError, CannotRetry, RankFailed, RankLost
 from autobatch.undo.interrupts import deferred_interrupts
 
-Point = Literal["batches", "open", "micro-batches", "forward", "backward", "ready", "clip", "update", "done"]
-"""Points of a step, in order.
-
-Every step has ``"open"``: before the first micro-batch; ``"ready"``: the gradient is there; ``"update"``: nothing can
-fail any more before the optimizer's step; ``"done"``: after it. A step of ``run`` begins with ``"batches"``: each rank
-sends the number of samples in its loader. The other points are for sharded parameters.
-"""
+END = "done"
+"""Last point of a step, after the update."""
 
 _LONGEST_REASON = 2000
 
 
-class StepAgreement:
-    """Exchanges of one step.
+class Agreement:
+    """One call that every rank makes.
 
-    Attributes:
-        step: Number of the step in its Runner, the same on all ranks.
-        action: ``"step"`` or ``"accumulate"``, the same on all ranks.
-        is_over: Whether all ranks have ended the step, by success or failure.
+    Calls may be nested. The channel knows whether other ranks wait for this one: an error is sent once.
     """
 
-    def __init__(self, channel: Channel, runner: int, step: int, action: str) -> None:
-        """Send nothing yet; ``runner`` is the number of the Runner, the same on all ranks."""
-        self.step, self.action, self._runner = step, action, runner
-        self._channel, self.is_over = channel, False
-        self._last: Point | None = None
+    def __init__(self, channel: Channel, name: str, runner: int | None = None) -> None:
+        """Send nothing yet.
 
-    def gather(self, point: Point, **values: Any) -> list[dict[str, Any]]:
-        """Exchange values at a point of the step; return those of each rank, by rank.
+        Args:
+            channel: Exchange of messages among the ranks.
+            name: Name of the call for the user.
+            runner: Number of the Runner that was called, the same on all ranks.
+        """
+        self._channel, self._name = channel, name
+        self._call = name if runner is None else f"{name} of Runner {runner}"
+        channel.is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks have ended the call, by success or failure."""
+        return self._channel.is_over
+
+    def gather(self, point: str, **values: Any) -> list[dict[str, Any]]:
+        """Exchange values at a point of the call; return those of each rank, by rank.
 
         Raises:
             RankFailed: Another rank has failed, or is at another point.
@@ -49,60 +51,45 @@ class StepAgreement:
             RankLost: Another rank is gone or did not answer.
         """
         with deferred_interrupts():  # every rank notes the same of this exchange
-            messages = self._exchange(point, values)
-            if failures := find_failures(messages):
-                raise self.refuse(self._explain(self._channel.list_by_rank(failures)))
-            if error := compare_calls(self._channel, messages):
-                raise self.refuse(error)
-            self._last, self.is_over = point, point == "done"
+            messages = self._channel.exchange({"call": f"{self._call}, {point}", **values})
+            failures = {rank: message["error"] for rank, message in enumerate(messages) if "error" in message}
+            if failures:
+                raise self.refuse(self._explain(point, self._channel.list_by_rank(failures)))
+            calls = {rank: message["call"] for rank, message in enumerate(messages)}
+            if len(set(calls.values())) > 1:
+                raise self.refuse(
+                    RankFailed(
+                        f"the ranks made different calls ({self._channel.list_by_rank(calls)}): make the same calls in "
+                        f"the same order on every rank"
+                    )
+                )
+            self._channel.is_over = point == END
             return messages
 
     def refuse(self, error: AutobatchError) -> AutobatchError:
         """Return an error that every rank raises, as each has the same messages."""
-        self.is_over = True
-        self._channel.note_reported(error)
+        self.end()
         return error
 
     def end(self) -> None:
-        """Note that every rank ends the step here, without another exchange."""
-        self.is_over = True
+        """Note that every rank ends the call here, without another exchange."""
+        self._channel.is_over = True
 
     def fail(self, error: BaseException) -> None:
-        """Send this rank's error at the next point of the other ranks, unless they know it; raise nothing."""
+        """Send this rank's error at the next point of the other ranks, unless the call is over; raise nothing."""
         if self.is_over or isinstance(error, RankLost):
             return
-        self.is_over = True
         with suppress(RankLost):  # the first error says more
-            self._exchange(self._last or "open", {"error": name_error(error)})
-        self._channel.note_reported(error)
+            self._channel.exchange({"error": name_error(error)})
+        self.end()
 
-    def _exchange(self, point: Point, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        call = f"{self.action} {self.step} of Runner {self._runner}, {point!r}"
-        return self._channel.exchange({"call": call, **values})
-
-    def _explain(self, failures: str) -> AutobatchError:
-        if self._last == "update":
+    def _explain(self, point: str, failures: str) -> AutobatchError:
+        if point == END:
             return CannotRetry(
-                f"the update of step {self.step} failed on another rank ({failures}), so parameters may differ between "
+                f"the update of {self._name} failed on another rank ({failures}), so parameters may differ between "
                 f"the ranks: load your last checkpoint on every rank"
             )
-        return RankFailed(f"{self.action} {self.step} was undone on every rank, because it failed on one: {failures}")
-
-
-def find_failures(messages: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return the errors that ranks have sent, by rank."""
-    return {rank: message["error"] for rank, message in enumerate(messages) if "error" in message}
-
-
-def compare_calls(channel: Channel, messages: Sequence[Mapping[str, Any]]) -> RankFailed | None:
-    """Return an error if the ranks are at different calls or points."""
-    calls = {rank: message["call"] for rank, message in enumerate(messages)}
-    if len(set(calls.values())) == 1:
-        return None
-    return RankFailed(
-        f"the ranks made different calls ({channel.list_by_rank(calls)}): make the same calls in the same order on "
-        f"every rank"
-    )
+        return RankFailed(f"{self._name} was undone on every rank, because it failed on one: {failures}")
 
 
 def name_error(error: BaseException) -> str:

@@ -25,7 +25,6 @@ from autobatch.undo.interrupts import deferred_interrupts
 _SLOT_BYTES = 1024  # of each rank in one exchange; a longer message takes a second one
 _HEAD_BYTES = 8  # of a slot, for the message's length
 _UNKNOWN_TIMEOUT = timedelta(minutes=30)  # torch's default_pg_timeout, if a group's own cannot be read
-_REPORTED = "_autobatch_reported"
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
 _opened: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # number of channels made for each group
@@ -47,20 +46,17 @@ class Channel:
         size: Number of ranks in the group.
         members: Their ranks in the default process group, which messages show.
         timeout: Longest time that an exchange waits for the other ranks.
-        agreed: Number of blocks that all ranks have finished together.
+        exchanges: Number of exchanges that have begun, the same on all ranks.
+        is_over: Whether no other rank waits for this one: all have ended the last call, by success or failure.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Make the gloo group. Collective: every rank of ``group`` makes its own at the same point.
-
-        Raises:
-            RankLost: A rank did not make the same call in time.
-        """
+        """Make the gloo group. Collective: every rank of ``group`` makes its own at the same point."""
         owner: Any = group or dist.group.WORLD
         self.members: list[int] = dist.get_process_group_ranks(owner)
         self.rank, self.size = dist.get_rank(group), len(self.members)
-        self.timeout, self.agreed = _timeout_of(owner), 0
-        self._name, self._loss, self._exchanges, self._blocks = owner.group_name, "", 0, 0
+        self.timeout, self.exchanges, self.is_over = _timeout_of(owner), 0, True
+        self._name, self._loss = owner.group_name, ""
         self._memory: list[tuple[bytearray, torch.Tensor]] = []
         self._lost_ranks = LostRanks(self.members, self.rank, self._name)
         self._group = self._open_group(owner)
@@ -79,47 +75,27 @@ class Channel:
             raise RankLost(
                 "the process group was destroyed: initialize it again, wrap the model in it, and make a new Runner"
             )
-        self._exchanges += 1
+        self.exchanges += 1
         content = json.dumps(message).encode()
-        try:
-            with uninterrupted():
-                rows = self._gather(content[: _SLOT_BYTES - _HEAD_BYTES], len(content), _SLOT_BYTES)
-                longest = max(length for length, _ in rows) + _HEAD_BYTES
-                if longest > _SLOT_BYTES:
-                    rows = self._gather(content, len(content), longest)
-        except RuntimeError as error:  # gloo has no type of its own for a peer that is gone
-            reason = _first_line(error)
-        else:
-            return [json.loads(body) for _, body in rows]
-        raise self.lose(reason)
+        with self.collective("an exchange of messages"):
+            rows = self._gather(content[: _SLOT_BYTES - _HEAD_BYTES], len(content), _SLOT_BYTES)
+            longest = max(length for length, _ in rows) + _HEAD_BYTES
+            if longest > _SLOT_BYTES:
+                rows = self._gather(content, len(content), longest)
+        return [json.loads(body) for _, body in rows]
+
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Block of one collective, here or in the training group; raises RankLost if it breaks off."""
+        with uninterrupted():
+            try:
+                yield
+            except RuntimeError as error:  # torch has no type of its own for a peer that is gone
+                raise self.lose(f"{name} broke off: {_first_line(error)}") from error
 
     def list_by_rank(self, texts: Mapping[int, Any]) -> str:
         """Show a text of each rank in one line, for a message."""
         return "; ".join(f"rank {self.members[rank]}: {text}" for rank, text in texts.items())
-
-    def begin_block(self) -> None:
-        """Begin a block; an error that was reported before counts as a new one from here on."""
-        self._blocks += 1
-
-    def note_reported(self, error: BaseException) -> None:
-        """Note that all ranks know of this error, so that nobody reports it again until the next block or exchange.
-
-        The note is on the error: its ``id`` may be given to another one later, and a reference would hold its frames.
-        """
-        vars(error)[_REPORTED] = self._now()
-
-    def was_reported(self, error: BaseException | None) -> bool:
-        """Return whether all ranks know of this error, or of an earlier one that led to it."""
-        seen = set[int]()
-        while error is not None and id(error) not in seen:
-            if vars(error).get(_REPORTED) == self._now():
-                return True
-            seen.add(id(error))
-            error = error.__context__ if error.__cause__ is None else error.__cause__
-        return False
-
-    def _now(self) -> tuple[str, int, int]:
-        return self._name, self._blocks, self._exchanges
 
     def close(self) -> None:
         """End the threads of the gloo group; every later exchange raises ``RankLost``."""
@@ -128,8 +104,8 @@ class Channel:
             del self._group  # dropping the last reference joins the threads
 
     def lose(self, reason: str) -> RankLost:
-        """Return the error of a collective that broke off, here or in the training group; it names the lost rank."""
-        self._loss = self._loss or self._lost_ranks.find(reason, self._exchanges, self.timeout)
+        """Return the error of a collective that broke off; it names the lost rank."""
+        self._loss = self._loss or self._lost_ranks.find(reason, self.exchanges, self.timeout)
         return RankLost(self._loss)
 
     def give_up(self, reason: str) -> RankLost:

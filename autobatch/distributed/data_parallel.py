@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autobatch._user_errors import contextmanager
 from autobatch._wrappers import members_of
-from autobatch.distributed.channel import Channel, uninterrupted
+from autobatch.distributed.channel import Channel
 from autobatch.distributed.sharded.model import has_shards, is_sharded
 from autobatch.errors import InvalidArgument
 
@@ -146,18 +146,14 @@ class SharedBuffers:
             groups[buffer.dtype, buffer.device].append(buffer.detach())
         self._groups = [(group, torch.cat([buffer.reshape(-1) for buffer in group])) for group in groups.values()]
         facts = [(str(buffer.dtype), tuple(buffer.shape)) for buffer in buffers]
-        self.description = hashlib.sha256(repr(facts).encode()).hexdigest()[:16] if facts else ""
+        self.description = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @torch.no_grad()
     def take_first(self, group: dist.ProcessGroup | None, channel: Channel) -> None:
         """Make the buffers those of the group's first rank."""
-        with uninterrupted():
+        with channel.collective("the broadcast of buffers"):
             for _, numbers in self._groups:
-                try:
-                    dist.broadcast(numbers.view(torch.uint8), group=group, group_src=0)
-                except RuntimeError as error:
-                    reason = f"the broadcast of buffers broke off: {error}".strip().partition("\n")[0]
-                    raise channel.lose(reason) from error
+                dist.broadcast(numbers.view(torch.uint8), group=group, group_src=0)
         for buffers, numbers in self._groups:
             for buffer, values in zip(buffers, numbers.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(values.view(buffer.shape))

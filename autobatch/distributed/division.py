@@ -12,6 +12,7 @@ import torch
 
 from autobatch.distributed.data_parallel import refuse_sharded_optimizer
 from autobatch.distributed.ranks import Ranks, all_or_none, describe_parameters, refuse_differences
+from autobatch.distributed.reduction import make_loss
 from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
@@ -29,11 +30,7 @@ _OUTCOMES = ("fits", "thrash", "oom")  # from the best to the worst
 
 
 class SharedTrials:
-    """Trials that all ranks run together, with one outcome, if parameters are sharded; else each rank runs its own.
-
-    Attributes:
-        are_shared: Whether parameters are sharded.
-    """
+    """Trials that all ranks run together, with one outcome, if parameters are sharded; else each rank runs its own."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         """``None``: this process trains alone."""
@@ -128,11 +125,7 @@ class Division:
         return [{"same": same, "memory": _name_memory(workload, device)}]
 
     def compare(self, gathered: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the arguments of all ranks, and count those that share this rank's memory.
-
-        Raises:
-            InvalidArgument: The ranks passed different arguments.
-        """
+        """Compare the arguments of all ranks, and count those that share this rank's memory."""
         if self._ranks is not None:
             refuse_differences([sent["same"] for sent in gathered], self._ranks)
             self._tenants = sum(sent["memory"] == gathered[self.rank]["memory"] for sent in gathered)
@@ -141,7 +134,9 @@ class Division:
         """Allocate the buckets in which gradients are summed, so that trials run beside them as training does."""
         if self._ranks is None or self.trials.are_shared:
             return []
-        return self._ranks.reduction.reserve([p for p in workload.parameters() if p.requires_grad])
+        parameters = workload.parameters()
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return self._ranks.reduction.reserve([*trained, make_loss(parameters)])
 
     def budget(self, memory: Device, budget: Any | None) -> Any | None:
         """Return the user's budget, or this rank's part of a memory that several ranks share."""
@@ -152,11 +147,7 @@ class Division:
         return used + free // self._tenants or None
 
     def divide(self, gathered: Sequence[Mapping[str, Any]]) -> int:
-        """Divide the target by the rates of all ranks; return this rank's samples.
-
-        Raises:
-            InvalidArgument: ``share="speed"``, and no trial was timed.
-        """
+        """Divide the target by the rates of all ranks; return this rank's samples."""
         if self._ranks is not None:
             self.shares = share_target(self.target, self._share, [sent["rate"] for sent in gathered])
             self.samples = self.shares[self.rank]
@@ -165,12 +156,7 @@ class Division:
     def describe_plan(self, plan_id: str, device: str, sizes: Sequence[int], rate: float, **found: int) -> RankPlan:
         """Return what this rank sends to the others about its plan.
 
-        Args:
-            plan_id: Id of this rank's plan.
-            device: Name of the device.
-            sizes: Sizes of the micro-batches.
-            rate: Samples a second in the trials; 0 if none was timed.
-            **found: ``peak_bytes`` and ``budget_bytes``.
+        ``rate`` is 0 if no trial was timed; ``found`` has ``peak_bytes`` and ``budget_bytes``.
         """
         return RankPlan(
             rank=self.rank,

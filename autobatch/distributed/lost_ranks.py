@@ -56,14 +56,9 @@ class LostRanks:
     def find(self, reason: str, occasion: int, timeout: timedelta) -> str:
         """Describe the lost ranks. All ranks use the words of the first one that noticed the loss.
 
-        Args:
-            reason: Error of the collective on this rank.
-            occasion: Number of the collective, the same on each rank.
-            timeout: Time that the collective waited.
+        ``occasion`` is the number of the collective, the same on each rank.
         """
-        lost = self._find_silent(occasion)
-        states = self._read_states()
-        listed = "; ".join(self._describe(rank, states[rank] if states else "") for rank in lost)
+        listed = "; ".join(map(self._describe, self._find_silent(occasion)))
         if not listed:
             listed = f"a rank of {self._name_all()} is gone or did not answer within {show_seconds(timeout)}"
         return self.publish(f"{listed} ({reason})")
@@ -94,12 +89,10 @@ class LostRanks:
         return missing if has_store else self._find_in_state("is stopped")
 
     def _find_in_state(self, wanted: str) -> list[int]:
-        return [rank for rank, state in enumerate(self._read_states()) if state == wanted]
+        return [rank for rank, process in enumerate(self.processes) if describe_state(process) == wanted]
 
-    def _read_states(self) -> list[str]:
-        return [describe_state(process) for process in self.processes]
-
-    def _describe(self, rank: int, state: str) -> str:
+    def _describe(self, rank: int) -> str:
+        state = describe_state(self.processes[rank]) if self.processes else ""
         if state == "has ended":
             return f"{self.name(rank)} is gone: its process {self.processes[rank].pid} has ended"
         known = f", and its process {self.processes[rank].pid} {state}" if state else ""

@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autobatch._user_errors import contextmanager
-from autobatch.distributed.agreement import compare_calls, find_failures, name_error
+from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.channel import open_channel
 from autobatch.distributed.data_parallel import module_of, refuse_unsupported
 from autobatch.distributed.reduction import Reduction
 from autobatch.distributed.sharded.lockstep import Lockstep
 from autobatch.distributed.sharded.model import group_of, has_shards, is_sharded, refuse_unsupported_sharding
-from autobatch.errors import AutobatchError, InvalidArgument, RankFailed, RankLost
-from autobatch.undo.interrupts import deferred_interrupts
+from autobatch.errors import InvalidArgument
 from autobatch.undo.tensor_header import is_uninitialized
 
 _LOCAL_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # in names of parameters, perhaps on some ranks only
@@ -40,92 +38,33 @@ class Ranks:
 
     Attributes:
         model: The user's model, wrapped.
+        channel: Exchange of messages among the ranks.
         rank: Rank of this process within the model's group.
         size: Number of ranks.
         reduction: Sum of gradients over the ranks.
-        channel: Exchange of messages among the ranks.
         lockstep: Passes that all ranks end together; ``None`` unless parameters are sharded.
         own_time: Seconds of a step in which this rank works without the others.
-        number: Number of the last block that all ranks have finished; it tells one Runner from another.
+        number: Number that tells one Runner from another, the same on all ranks.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         """Collective the first time that a process group is used."""
-        self.model = model
-        self.channel = open_channel(group)
-        self.rank, self.size = self.channel.rank, self.channel.size
+        self.model, self.channel = model, open_channel(group)
+        self.rank, self.size, self.number = self.channel.rank, self.channel.size, self.channel.exchanges
         self.reduction = Reduction(group, self.channel)
         self.lockstep = Lockstep(model, self.channel) if is_sharded(model) else None
         self.own_time = OwnTime(next(model.parameters()).device)
-        self.number, self.is_over = 0, False
-
-    @property
-    def wrapper(self) -> DistributedDataParallel:
-        """The model, if it is not sharded."""
-        assert isinstance(self.model, DistributedDataParallel)  # noqa: S101 - narrows for mypy
-        return self.model
-
-    def agree(self, call: str, gathered: list[Any]) -> None:
-        """Exchange what this rank has gathered; the list then holds the values of all ranks, by rank.
-
-        Raises:
-            RankFailed: Another rank failed, or the ranks made different calls.
-        """
-        messages = self.channel.exchange({"call": call, "values": gathered})
-        if failures := find_failures(messages):
-            listed = self.channel.list_by_rank(failures)
-            raise self.refuse(RankFailed(f"{call.partition(',')[0]} failed on another rank: {listed}"))
-        if error := compare_calls(self.channel, messages):
-            raise self.refuse(error)
-        gathered[:] = [value for message in messages for value in message["values"]]
-        self.channel.agreed += 1
-        self.number = self.channel.agreed
-
-    def refuse(self, error: AutobatchError) -> AutobatchError:
-        """Return an error that every rank raises, as each has the same messages."""
-        self.channel.note_reported(error)
-        return error
-
-    def report(self, call: str, error: BaseException) -> None:
-        """Send an error to the other ranks, unless they know it."""
-        if self.channel.was_reported(error):
-            return
-        with suppress(RankLost):  # the first error says more
-            self.channel.exchange({"call": call, "error": name_error(error)})
-        self.channel.note_reported(error)
 
 
 @contextmanager
-def several_blocks(ranks: Ranks | None, call: str) -> Iterator[None]:
-    """Block of several ``all_or_none``: the next of them reports an error that one rank raises between two.
-
-    Args:
-        ranks: ``None`` if this process trains alone.
-        call: Name of the call in messages.
-    """
-    if ranks is None:
-        yield
-        return
-    ranks.is_over = False
-    ranks.channel.begin_block()
-    try:
-        yield
-    except BaseException as error:
-        if not ranks.is_over:
-            ranks.report(call, error)
-        raise
-
-
-@contextmanager
-def all_or_none(ranks: Ranks | None, call: str, *, is_last: bool = False) -> Iterator[list[Any]]:
-    """Block that fails on every rank if it fails on one.
+def all_or_none(ranks: Ranks | None, call: str) -> Iterator[list[Any]]:
+    """Block that fails on every rank if it fails on one; blocks inside it are calls of their own.
 
     It yields a list. Values that a rank appends are sent to the others; at the end the list holds those of all ranks.
 
     Args:
         ranks: ``None`` if this process trains alone.
-        call: Name of the call in messages.
-        is_last: Whether it is the last one of ``several_blocks``.
+        call: Name of the call in messages, such as ``"fit(), the search"``.
 
     Raises:
         RankFailed: The block failed on another rank, or another rank made a different call.
@@ -134,23 +73,19 @@ def all_or_none(ranks: Ranks | None, call: str, *, is_last: bool = False) -> Ite
     if ranks is None:
         yield gathered
         return
-    ranks.channel.begin_block()
+    name, _, point = call.partition(", ")
+    agreement = Agreement(ranks.channel, name)
     try:
         yield gathered
     except BaseException as error:
-        ranks.report(call, error)
+        agreement.fail(error)
         raise
-    with deferred_interrupts():  # every rank notes that the block is over, or none
-        ranks.agree(call, gathered)
-        ranks.is_over = is_last
+    messages = agreement.gather(point, values=gathered)
+    gathered[:] = [value for message in messages for value in message["values"]]
 
 
 def find_ranks(model: nn.Module) -> Ranks | None:
-    """Find the ranks over which the user's wrapped model is parallel; ``None`` if it trains on one.
-
-    Raises:
-        InvalidArgument: Several ranks are running, and nothing would sum this model's gradients.
-    """
+    """Find the ranks over which the user's wrapped model is parallel; ``None`` if it trains on one."""
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
         return Ranks(model, group) if dist.get_world_size(group) > 1 else None
@@ -173,9 +108,6 @@ def take_module(model: nn.Module, ranks: Ranks | None) -> nn.Module:
 
     This is needed on one rank, too. With ``static_graph=True`` the wrapper cannot run two forward passes in a row, and
     with ``gradient_as_bucket_view=True`` it moves gradients.
-
-    Raises:
-        InvalidArgument: A part of the model would communicate with other ranks.
     """
     if ranks is not None:
         refuse_unsupported(model)
@@ -183,27 +115,24 @@ def take_module(model: nn.Module, ranks: Ranks | None) -> nn.Module:
 
 
 class OwnTime:
-    """Seconds between ``start`` and ``stop``, of the last pair that the device has finished."""
+    """Seconds between ``start`` and ``stop``: of the last pair that the device has finished."""
 
     def __init__(self, device: torch.device) -> None:
-        """Measure nothing yet; CUDA events measure on a CUDA device, the clock on others."""
-        self._device, self._seconds, self._clock = device, 0.0, 0.0
-        self._event: torch.cuda.Event | None = None
+        self._device, self._seconds = device, 0.0
+        self._began: Any = None  # the clock's seconds, or on CUDA an event
         # The host is ahead of a CUDA device: work that was just queued has not run.
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def start(self) -> None:
         """Note that this rank begins to work without the others."""
-        if self._device.type == "cuda":
-            self._event = self._mark()
-        self._clock = time.perf_counter()
+        self._began = self._mark()
 
     def stop(self) -> None:
         """Note that this rank has what the others wait for."""
-        if self._event is not None:
-            self._pending.append((self._event, self._mark()))
+        if self._device.type == "cuda":
+            self._pending.append((self._began, self._mark()))
         else:
-            self._seconds = time.perf_counter() - self._clock
+            self._seconds = self._mark() - self._began
 
     def read(self) -> float:
         """Return the seconds of the last pair that is over; 0 before the first."""
@@ -212,29 +141,24 @@ class OwnTime:
             self._seconds = first.elapsed_time(last) / 1000
         return self._seconds
 
-    def _mark(self) -> torch.cuda.Event:
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
 
 def refuse_differences(gathered: Sequence[Mapping[str, Any]], ranks: Ranks | None) -> None:
-    """Refuse values that must be the same on every rank.
-
-    Args:
-        gathered: Named values of each rank, by rank.
-        ranks: Ranks that sent them; ``None`` if this process trains alone.
-
-    Raises:
-        InvalidArgument: Values differ; every rank raises it.
-    """
+    """Refuse named values, by rank, that must be the same on every rank; ``None``: this process trains alone."""
     if ranks is None:
         return
     for name in gathered[0]:
         values = {rank: named[name] for rank, named in enumerate(gathered)}
         if any(value != values[0] for value in values.values()):
             listed = ranks.channel.list_by_rank(values)
-            raise ranks.refuse(InvalidArgument(f"{name} differs between the ranks ({listed}): pass the same on each"))
+            ranks.channel.is_over = True  # every rank raises this
+            raise InvalidArgument(f"{name} differs between the ranks ({listed}): pass the same on each")
 
 
 def describe_parameters(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
@@ -270,13 +194,9 @@ def _sum_bits(tensor: torch.Tensor) -> int:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    bits = tensor.view(_INTEGERS[tensor.element_size()])
-    if not bits.numel():
-        return 0
-    rows = bits.reshape(1) if not bits.ndim else bits
-    rows_at_once = max(1, _ELEMENTS_AT_ONCE * len(rows) // rows.numel())
+    bits = tensor.view(_INTEGERS[tensor.element_size()]).reshape(-1)
     total = begin = 0
-    for part in rows.split(rows_at_once):
-        positions = torch.arange(begin + 1, begin + part.numel() + 1, device=bits.device).view(part.shape)
-        total, begin = total + int(positions.mul_(part).sum()), begin + part.numel()
+    for part in bits.split(_ELEMENTS_AT_ONCE):
+        positions = torch.arange(begin + 1, begin + len(part) + 1, device=bits.device)
+        total, begin = total + int(positions.mul_(part).sum()), begin + len(part)
     return total % 2**64  # int64 may not hold the sum of the parts

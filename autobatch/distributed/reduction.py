@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from autobatch.distributed.channel import Channel, uninterrupted
-from autobatch.memory.oom import is_oom
 from autobatch.torch_internals.storages import is_dense
 from autobatch.undo.gradients import NARROW, gradient_dtype
 
@@ -59,57 +58,26 @@ class GradientSlot:
             self.sums.pop(parameter, None)
 
 
-class LossSlot:
-    """The loss of a rank in the sum, which becomes the loss of all ranks."""
-
-    count = 1  # of its numbers
-
-    def __init__(self, loss: torch.Tensor | None, result: torch.Tensor) -> None:
-        """``loss`` is ``None`` if this rank ran nothing; ``result`` takes the sum, one number."""
-        self.loss, self.result, self.dtype = loss, result, result.dtype
-
-    def read(self) -> torch.Tensor | None:
-        """Return the loss, 1-d."""
-        return None if self.loss is None else self.loss.reshape(1)
-
-    def write(self, numbers: torch.Tensor, start: int) -> None:
-        """Write the sum into ``result``."""
-        self.result.copy_(numbers[start])
-
-
-Slot = GradientSlot | LossSlot
-_Part = tuple[Slot, int, int]  # numbers of a slot, from start to stop
+_Part = tuple[GradientSlot, int, int]  # numbers of a slot, from start to stop
 
 
 class Reduction:
     """Sums over the ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None, channel: Channel, bucket_bytes: int = _BUCKET_BYTES) -> None:
-        """Allocate nothing yet.
-
-        Args:
-            group: The user's process group, over which the model is parallel.
-            channel: Names the lost rank if a collective breaks off.
-            bucket_bytes: Most bytes of one collective.
-        """
+        """Allocate nothing yet; no collective has more than ``bucket_bytes``."""
         self._group, self._channel, self._bucket_bytes = group, channel, bucket_bytes
         self._buckets: dict[torch.dtype, torch.Tensor] = {}
 
-    def reserve(self, parameters: Sequence[torch.Tensor], device: torch.device | None = None) -> list[torch.Tensor]:
-        """Allocate missing buckets for the gradients of these parameters and for the loss; return all buckets.
-
-        Args:
-            parameters: Parameters; none if only a loss is summed.
-            device: Device of the buckets. Default: that of the parameters.
-        """
-        device = device or (parameters[0].device if parameters else torch.device("cpu"))
-        for dtype in {torch.float32, torch.float64, *map(dtype_of, parameters)}:
-            of_dtype = [parameter for parameter in parameters if dtype_of(parameter) is dtype]
-            count = 1 + sum(parameter.numel() for parameter in of_dtype)
+    def reserve(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Allocate missing buckets for the gradients of these parameters; return all buckets."""
+        for dtype in {dtype_of(parameter) for parameter in parameters}:
+            alike = [parameter for parameter in parameters if dtype_of(parameter) is dtype]
+            count = sum(parameter.numel() for parameter in alike)
             count = max(1, min(count, self._bucket_bytes // dtype.itemsize))
             if dtype not in self._buckets or len(self._buckets[dtype]) < count:
                 self._buckets.pop(dtype, None)  # before the larger one is made
-                self._buckets[dtype] = torch.empty(count, dtype=dtype, device=device)
+                self._buckets[dtype] = torch.empty(count, dtype=dtype, device=alike[0].device)
         return self.buckets()
 
     def buckets(self) -> list[torch.Tensor]:
@@ -117,37 +85,38 @@ class Reduction:
         return [*self._buckets.values()]
 
     @torch.no_grad()
-    def sum(self, slots: Sequence[Slot], factor: float = 1.0) -> None:
+    def sum(self, slots: Sequence[GradientSlot], factor: float = 1.0) -> None:
         """Sum each slot over all ranks. Collective: slots must agree in number, order, count and dtype.
 
         Args:
-            slots: Gradients for which ``reserve`` was called, and the loss.
+            slots: Gradients of parameters for which ``reserve`` was called.
             factor: Factor of this rank's numbers.
 
         Raises:
             RankLost: A collective broke off.
             Exception: Something failed on this rank; raised after the last collective.
         """
-        failures: list[BaseException] = []
+        failure: BaseException | None = None
         for dtype in sorted({slot.dtype for slot in slots}, key=str):
             bucket = self._buckets[dtype]
             for parts in _fill_buckets([slot for slot in slots if slot.dtype is dtype], len(bucket)):
                 with uninterrupted():
                     used = bucket[: sum(stop - start for _, start, stop in parts)]
-                _attempt(failures, lambda used=used, parts=parts: _read(used, parts, factor))  # type: ignore[misc]
+                failure = failure or _attempt(_read, used, parts, factor)
                 self._sum_bucket(used)  # also after a failure
-                _attempt(failures, lambda used=used, parts=parts: _write(used, parts))  # type: ignore[misc]
-        if failures:
-            raise failures.pop()
+                failure = failure or _attempt(_write, used, parts)
+        if failure is not None:
+            raise failure
 
     def _sum_bucket(self, bucket: torch.Tensor) -> None:
-        try:
-            with uninterrupted():
-                dist.all_reduce(bucket, group=self._group)
-        except RuntimeError as error:
-            what = "ran out of memory in" if is_oom(error) else "could not complete"
-            reason = f"this rank {what} the sum of the gradients: {error}".strip().partition("\n")[0]
-            raise self._channel.lose(reason) from error
+        with self._channel.collective("the sum of the gradients"):
+            dist.all_reduce(bucket, group=self._group)
+
+
+def make_loss(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a scalar whose ``.grad`` takes the loss, so that it is summed like a gradient; alike on every rank."""
+    is_wide = any(parameter.dtype is torch.float64 for parameter in parameters)
+    return torch.empty((), dtype=torch.float64 if is_wide else torch.float32, device=parameters[0].device)
 
 
 def dtype_of(parameter: torch.Tensor) -> torch.dtype:
@@ -156,7 +125,7 @@ def dtype_of(parameter: torch.Tensor) -> torch.dtype:
     return torch.float32 if dtype in NARROW else dtype
 
 
-def _fill_buckets(slots: Sequence[Slot], most: int) -> Iterator[list[_Part]]:
+def _fill_buckets(slots: Sequence[GradientSlot], most: int) -> Iterator[list[_Part]]:
     """Yield the parts of one bucket after another: slots, or ranges of large ones."""
     parts: list[_Part] = []
     left = most
@@ -194,14 +163,13 @@ def _write(bucket: torch.Tensor, parts: Sequence[_Part]) -> None:
         slot.write(bucket[begin:end], start)
 
 
-def _attempt(failures: list[BaseException], action: Callable[[], None]) -> None:
-    """Do the action unless one failed before; keep an error without its frames, which hold parts of the bucket."""
-    if failures:
-        return
+def _attempt(action: Callable[..., None], *arguments: object) -> BaseException | None:
+    """Return the error of an action, without its frames, which hold parts of the bucket."""
     try:
-        action()
+        action(*arguments)
     except BaseException as error:  # noqa: BLE001 - raised when no other rank waits any more
-        failures.append(error.with_traceback(None))
+        return error.with_traceback(None)
+    return None
 
 
 def _lies_like(value: torch.Tensor, like: torch.Tensor) -> bool:

@@ -1,4 +1,10 @@
-"""Synchronizes one step over the ranks: totals of all, the sum of all gradients, and one moment to update."""
+"""Synchronizes one step over the ranks: totals of all, the sum of all gradients, and one moment to update.
+
+1. ``open``: exchange the totals of the samples, before the first micro-batch.
+2. ``sum``: exchange which gradients there are, then sum them. Nothing raises in between: the other ranks wait.
+3. ``agree``: wait until nothing before the optimizer's step can fail on any rank.
+4. ``end``: exchange what each rank did, after the update.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +15,10 @@ from typing import Any
 
 import torch
 
-from autobatch.distributed.agreement import StepAgreement
+from autobatch.distributed.agreement import END, Agreement
 from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
 from autobatch.distributed.ranks import Ranks, digest_values
-from autobatch.distributed.reduction import GradientSlot, LossSlot
+from autobatch.distributed.reduction import GradientSlot, make_loss
 from autobatch.distributed.sharded.model import has_shards
 from autobatch.errors import InvalidArgument
 from autobatch.events.rank_step import RankStep
@@ -32,23 +38,16 @@ class SharedStep:
     """
 
     def __init__(self, ranks: Ranks, step: int, action: str, optimizer: Any | None = None) -> None:
-        """Send nothing before ``open``.
-
-        Args:
-            ranks: Ranks of the model.
-            step: Number of the step in its Runner.
-            action: ``"step"`` or ``"accumulate"``.
-            optimizer: Optimizer of the update.
-        """
+        """Send nothing before ``open``; ``action`` is ``"step"`` or ``"accumulate"``."""
         self.weights: Mapping[str, float] = {}
-        self.samples = 0
-        self._ranks, self._agreement = ranks, StepAgreement(ranks.channel, ranks.number, step, action)
-        self._optimizer, self._is_open, self._block = optimizer, False, ExitStack()
-        self._own_samples = 0
+        self.samples = self._own_samples = 0
+        self._ranks, self._agreement = ranks, Agreement(ranks.channel, f"{action} {step}", ranks.number)
+        self._wrapper: Any = ranks.model
+        self._optimizer, self._block = optimizer, ExitStack()
 
     def begin(self) -> None:
         """Keep the wrapper from communicating until ``close``."""
-        self._block.enter_context(undisturbed(self._ranks.wrapper))
+        self._block.enter_context(undisturbed(self._wrapper))
 
     def fail(self, error: BaseException) -> None:
         """Send an error that ended this rank's step to the others, unless they know it."""
@@ -65,37 +64,29 @@ class SharedStep:
             weights: Total of each term on this rank; the name ``""`` means every term.
             samples: Number of samples of this rank; may be 0.
             earlier: Gradients from before the step, one for each parameter.
-
-        Raises:
-            InvalidArgument: Earlier gradients or the names of the terms differ between the ranks; every rank raises it.
         """
-        if self._is_open:
+        if self.weights:
             return
         digest = digest_values(earlier)
         gathered = self._agreement.gather("open", weights=dict(weights), samples=samples, earlier=digest)
-        if len({values["earlier"] for values in gathered}) > 1:
-            raise self._agreement.refuse(
-                InvalidArgument(
-                    "gradients from before the step differ between the ranks, so the optimizer would move their "
-                    "parameters apart: call optimizer.zero_grad() before runner.step()"
-                )
-            )
-        named = [values["weights"] for values in gathered if values["samples"]]
-        if any(terms.keys() != named[0].keys() for terms in named):
-            raise self._agreement.refuse(
-                InvalidArgument(
-                    f"weigh() names different terms on different ranks ({[sorted(terms) for terms in named]}): name "
-                    f"the same terms on each, with 0 if there is nothing to count"
-                )
-            )
-        names = named[0] if named else [""]
-        self.weights = {name: math.fsum(terms[name] for terms in named) for name in names}
-        self.samples, self._is_open = sum(values["samples"] for values in gathered), True
-        self._own_samples = samples
+        self._refuse_unlike(
+            [values["earlier"] for values in gathered],
+            "gradients from before the step differ between the ranks, so the optimizer would move their parameters "
+            "apart: call optimizer.zero_grad() before runner.step()",
+        )
+        named = [values["weights"] for values in gathered if values["samples"]] or [{"": 0.0}]
+        terms = [sorted(weights) for weights in named]
+        self._refuse_unlike(
+            terms,
+            f"weigh() names different terms on different ranks ({terms}): name the same terms on each, with 0 if there "
+            f"is nothing to count",
+        )
+        self.weights = {name: math.fsum(weights[name] for weights in named) for name in named[0]}
+        self.samples, self._own_samples = sum(values["samples"] for values in gathered), samples
         self._ranks.own_time.start()
 
     @torch.no_grad()
-    def combine(
+    def sum(
         self,
         parameters: Sequence[torch.Tensor],
         sums: MutableMapping[torch.Tensor, torch.Tensor],
@@ -115,17 +106,12 @@ class SharedStep:
 
         Returns:
             The loss of all ranks; ``None`` if no sample of any rank counts, and then nothing has changed.
-
-        Raises:
-            InvalidArgument: A gradient is sparse, or the ranks' steps differ.
-            RankLost: A rank is gone.
         """
         # All allocations come first: if memory runs out here, the other ranks do not wait in the sum yet.
-        device = next(parameter.device for parameter in parameters)
         whole = [parameter for parameter in parameters if parameter.requires_grad and not has_shards(parameter)]
-        slots = _make_slots(whole, sums)
-        self._ranks.reduction.reserve(whole, device)
-        narrow, wide = (torch.empty((), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64))
+        slots, total = _make_slots(whole, sums), make_loss(parameters)
+        total.grad = None if loss is None else loss.detach().to(total, copy=True).reshape(())
+        self._ranks.reduction.reserve([*whole, total])
         with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the sum
             self._ranks.own_time.stop()
             gathered = self._agreement.gather(
@@ -135,52 +121,38 @@ class SharedStep:
                 counted=None if unit is None else counted,
                 unit=unit,
                 runs=loss is not None,
-                wide=loss is not None and loss.dtype is torch.float64,
             )
-            counts = self._read_counts(gathered)
-            if not counts:
+            trains = [values["trains"] for values in gathered]
+            self._refuse_unlike(trains, "the ranks train different parameters: make and freeze the same ones on each")
+            running = [values for values in gathered if values["runs"]]
+            if not running:
                 self._agreement.end()
                 return None
+            self._refuse_unlike(
+                [values["unit"] is None for values in running],
+                "step() returns a count (Mean, Sum) on one rank and none on another: always return it",
+            )
             if loss is None:  # this rank has its part of the others' sharded gradients, so it needs their unit
-                unit = next(values["unit"] for values in gathered if values["runs"])
-            factor = 1.0 if unit is None else unit / math.fsum(count or 0.0 for count in counts)
-            total = LossSlot(loss, wide if any(values["wide"] for values in gathered) else narrow)
-            self._ranks.reduction.sum([*_find_wanted(slots, gathered), total], factor)
+                unit = running[0]["unit"]
+            factor = 1.0 if unit is None else unit / math.fsum(values["counted"] for values in running)
+            self._ranks.reduction.sum([*_find_wanted(slots, gathered), GradientSlot(total, {})], factor)
         _correct([parameter for parameter in parameters if has_shards(parameter)], sums, factor)
-        return total.result
+        return total.grad
 
-    def _read_counts(self, gathered: Sequence[dict[str, Any]]) -> list[float | None]:
-        """Return the counts of the ranks that ran anything: each has one, or none has."""
-        if len({values["trains"] for values in gathered}) > 1:
-            raise self._agreement.refuse(
-                InvalidArgument("the ranks train different parameters: make and freeze the same ones on each")
-            )
-        counts = [values["counted"] for values in gathered if values["runs"]]
-        if len({count is None for count in counts}) > 1:
-            raise self._agreement.refuse(
-                InvalidArgument("step() returns a count (Mean, Sum) on one rank and none on another: always return it")
-            )
-        return counts
-
-    def agree_on_update(self) -> None:
+    def agree(self) -> None:
         """Wait until nothing before the optimizer's step can fail on any rank, and take the buffers of rank 0.
 
         DistributedDataParallel sends buffers when a step begins, but a step that is run again would undo that.
-
-        Raises:
-            InvalidArgument: The ranks' models have different buffers, or their optimizers different learning rates.
         """
-        buffers = SharedBuffers(broadcast_buffers_of(self._ranks.wrapper))
+        buffers = SharedBuffers(broadcast_buffers_of(self._wrapper))
         with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the broadcast
             gathered = self._gather_rates(buffers=buffers.description)
-            if len({values["buffers"] for values in gathered}) > 1:
-                raise self._agreement.refuse(
-                    InvalidArgument(
-                        "the ranks have different buffers: make them in __init__ and in the same shapes, or pass "
-                        "broadcast_buffers=False to DistributedDataParallel"
-                    )
-                )
-            buffers.take_first(self._ranks.wrapper.process_group, self._ranks.channel)
+            self._refuse_unlike(
+                [values["buffers"] for values in gathered],
+                "the ranks have different buffers: make them in __init__ and in the same shapes, or pass "
+                "broadcast_buffers=False to DistributedDataParallel",
+            )
+            buffers.take_first(self._wrapper.process_group, self._ranks.channel)
 
     def _gather_rates(self, **values: Any) -> list[dict[str, Any]]:
         """Exchange the learning rates, at the last point before the update.
@@ -199,18 +171,22 @@ class SharedStep:
         return gathered
 
     def end(self, *, micro_batch_size: int, retries: int, peak_bytes: int) -> tuple[RankStep, ...]:
-        """End the step on all ranks, after the update. Interrupts then wait for ``close``.
+        """End the step on all ranks, after the update; return the report of each rank, nothing if no sample counted.
 
-        Returns:
-            The report of each rank, by rank; nothing if no sample counted.
+        Interrupts then wait for ``close``.
         """
         if self._agreement.is_over:
             return ()
         self._block.enter_context(deferred_interrupts())  # the step has ended on all ranks, so also on this one
         own = {"micro_batch_size": micro_batch_size, "retries": retries, "peak_bytes": peak_bytes}
         seconds = self._ranks.own_time.read()
-        gathered = self._agreement.gather("done", did={**own, "samples": self._own_samples, "seconds": seconds})
+        gathered = self._agreement.gather(END, did={**own, "samples": self._own_samples, "seconds": seconds})
         return tuple(RankStep(rank=rank, **values["did"]) for rank, values in enumerate(gathered))
+
+    def _refuse_unlike(self, values: Sequence[Any], message: str) -> None:
+        """Raise InvalidArgument on every rank if the ranks' values differ."""
+        if any(value != values[0] for value in values):
+            raise self._agreement.refuse(InvalidArgument(message))
 
 
 def _read_rates(optimizer: Any | None) -> list[float]:

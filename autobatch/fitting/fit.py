@@ -14,7 +14,7 @@ from autobatch._wrappers import unwrap_optimizer
 from autobatch.batch.cut import CutFunction
 from autobatch.batch.lengths import ByLength, read_by_length
 from autobatch.distributed.division import Division
-from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_blocks, take_module
+from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, take_module
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import PlanMade, emit
 from autobatch.events.event import progress_hooks
@@ -136,48 +136,48 @@ def fit(
     """
     started = time.perf_counter()
     ranks = find_ranks(model)
-    with several_blocks(ranks, "fit()"), all_or_none(ranks, "fit(), its arguments") as gathered:
-        target_batch, bound = check_sizes(target_batch, max_micro_batch)
-        check_choices(objective=objective, check=check, budget=budget, headroom=headroom)
-        check_switches(accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
-        module, own_optimizer = take_module(model, ranks), unwrap_optimizer(optimizer)
-        workload = Workload(module, step or default_step, weigh, own_optimizer, "autobatch.fit")
-        refuse_sample_gradients(module.named_parameters())
-        division = Division(ranks, target_batch, share)
-        kind = "None" if cut is None else "by_length()" if isinstance(cut, ByLength) else "a function"
-        described = {"objective": objective, "cut": kind}
-        gathered.extend(division.describe(workload, device, float32=accumulate_in_float32, **described))
-    division.compare(gathered)
-    ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
-    # If all ranks try the same sizes, a plan that only some of them remember could not be confirmed.
-    remembered = ledger if reuse and division.is_known and not division.trials.are_shared else Ledger(None)
-    with several_blocks(ranks, "fit()"), one_at_a_time():
-        memory = _open_memory(workload, device, division, ranks)
-        with collecting_new_objects():
-            with _record(workload, memory) as state:  # restores everything, whatever happens
-                with all_or_none(ranks, "fit(), the search") as rates:
-                    # Only now: the copies of the state are in host memory, which a CPU budget has to leave to them.
-                    allowance = _find_allowance(memory, division, budget, headroom)
-                    wanted = Wanted(
-                        target_batch=division.samples,
-                        max_micro_batch=min(bound, division.samples),
-                        objective=objective,
-                        accumulate_in_float32=accumulate_in_float32,
-                        limit_bytes=allowance.limit_bytes,
-                    )
-                    lengths, hooks = _read_cut(cut, division), progress_hooks(progress=progress)
-                    request = Request(
-                        *(workload, memory, allowance, state, division, wanted, source_of(batch), lengths, hooks),
-                        ledger=remembered,
-                        budget_passed=budget is not None,
-                    )
-                    found = search(request)
-                    rates.append({"rate": found.rate})
-                with all_or_none(ranks, "fit(), the check", is_last=True) as plans:
+    with all_or_none(ranks, "fit(), the check") as plans:
+        with all_or_none(ranks, "fit(), its arguments") as gathered:
+            target_batch, bound = check_sizes(target_batch, max_micro_batch)
+            check_choices(objective=objective, check=check, budget=budget, headroom=headroom)
+            check_switches(accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
+            module, own_optimizer = take_module(model, ranks), unwrap_optimizer(optimizer)
+            workload = Workload(module, step or default_step, weigh, own_optimizer, "autobatch.fit")
+            refuse_sample_gradients(module.named_parameters())
+            division = Division(ranks, target_batch, share)
+            kind = "None" if cut is None else "by_length()" if isinstance(cut, ByLength) else "a function"
+            described = {"objective": objective, "cut": kind}
+            gathered.extend(division.describe(workload, device, float32=accumulate_in_float32, **described))
+        division.compare(gathered)
+        ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
+        # If all ranks try the same sizes, a plan that only some of them remember could not be confirmed.
+        remembered = ledger if reuse and division.is_known and not division.trials.are_shared else Ledger(None)
+        with one_at_a_time():
+            memory = _open_memory(workload, device, division, ranks)
+            with collecting_new_objects():
+                with _record(workload, memory) as state:  # restores everything, whatever happens
+                    with all_or_none(ranks, "fit(), the search") as rates:
+                        # Only now: the copies of the state are in host memory, which a CPU budget has to leave to them.
+                        allowance = _find_allowance(memory, division, budget, headroom)
+                        wanted = Wanted(
+                            target_batch=division.samples,
+                            max_micro_batch=min(bound, division.samples),
+                            objective=objective,
+                            accumulate_in_float32=accumulate_in_float32,
+                            limit_bytes=allowance.limit_bytes,
+                        )
+                        lengths, hooks = _read_cut(cut, division), progress_hooks(progress=progress)
+                        request = Request(
+                            *(workload, memory, allowance, state, division, wanted, source_of(batch), lengths, hooks),
+                            ledger=remembered,
+                            budget_passed=budget is not None,
+                        )
+                        found = search(request)
+                        rates.append({"rate": found.rate})
                     found = settle(request, found, division.divide(rates))
                     checked = _check(request, found, check, batch)
                     plans.append(_describe_own(request, found).model_dump())
-            memory.reclaim()
+                memory.reclaim()
     seconds = time.perf_counter() - started
     plan = make_plan(request, found, checked, [RankPlan(**fields) for fields in plans], seconds)
     ledger.remember(plan)

@@ -423,7 +423,7 @@ class Accumulation:
         """Make loss and ``.grad`` those of all ranks; no loss where no sample of any counts."""
         parameters = self._find_parameters()
         sums = self._sums.take()
-        progress.loss = shared.combine(parameters, sums, progress.loss, counted=progress.counted, unit=progress.unit)
+        progress.loss = shared.sum(parameters, sums, progress.loss, counted=progress.counted, unit=progress.unit)
         progress.unit = None
 
     def _correct(self, factor: float) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from autobatch._formatting import name_type, plural, show_value
 from autobatch.batch.layout import Layout, dims_of, is_empty, is_one_batch
 from autobatch.batch.tree import as_leaf, map_tensors
-from autobatch.distributed.agreement import StepAgreement
+from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.share_sampler import ShareSampler
 from autobatch.errors import InvalidArgument
@@ -177,7 +177,7 @@ def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout],
         RankFailed: Another rank's loader raised an error, or the ranks made different calls.
         InvalidArgument: Another rank begins a pass, and this one is in the middle of one.
     """
-    agreement, is_first = StepAgreement(ranks.channel, ranks.number, step, "step"), not reading.has_begun
+    agreement, is_first = Agreement(ranks.channel, f"step {step}", ranks.number), not reading.has_begun
     try:
         layouts = reading.take()
         gathered = agreement.gather("batches", samples=count_samples(layouts), first=is_first)

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from autobatch.batch.cut import Group
 from autobatch.batch.layout import Layout, MicroBatch, describe
 from autobatch.batch.tree import map_tensors
-from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, OtherRankShort, RunAgain
+from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, PassDropped
 from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
 from autobatch.distributed.sharded.pass_record import PassDiffers
 from autobatch.distributed.sharded.step import ShardedStep
@@ -110,11 +110,15 @@ class LockstepAccumulation(Accumulation):
                 self._lockstep.finish()
                 return None
             reason = shortage.reason
-        except (OtherRankShort, RunAgain) as error:
+        except PassDropped as error:
             reason = str(error)
         except BaseException as error:
-            again, reason = self._find_cause(error), str(error)
-            if again is None:
+            reason = str(error)
+            if isinstance(error, PassDiffers):
+                again = DIFFERS
+            elif self.smallest == 1 and refuses_one_sample(error) and self._lockstep.running is not None:
+                again = ONE_SAMPLE
+            else:
                 self._lockstep.abandon(error)
                 raise
         finally:
@@ -132,13 +136,6 @@ class LockstepAccumulation(Accumulation):
             progress.restart()
         return Shortage(failed_size=0, reason=reason)
 
-    def _find_cause(self, error: BaseException) -> str | None:
-        """Return the cause of another run of the pass that raised this error; ``None`` if the error is the user's."""
-        if isinstance(error, PassDiffers):
-            return DIFFERS
-        is_refusal = self.smallest == 1 and refuses_one_sample(error) and self._lockstep.running is not None
-        return ONE_SAMPLE if is_refusal else None
-
     def _forget_graph(self) -> None:
         self._outputs, self._losses = (), {}
 
@@ -151,7 +148,7 @@ class LockstepAccumulation(Accumulation):
         assert self._shared is not None  # noqa: S101 - narrows for mypy
         own = _count(progress)
         with deferred_interrupts():
-            number = self._shared.agree_on(own)
+            number = self._shared.agree_on_number(own)
             if number:  # from the exchange on, the other ranks are in the pass
                 self._lockstep.start("forward")
         if 0 < own < number:
@@ -236,20 +233,15 @@ class LockstepAccumulation(Accumulation):
         here.restore()
 
     def cut_again(self, progress: AccumulationState, largest: int) -> None:
-        """Cut smaller micro-batches after a shortage on this rank; otherwise cut the same ones again."""
+        """Cut smaller micro-batches after a shortage on this rank; else the same, or larger ones for the model."""
         if ONE_SAMPLE in self._lockstep.causes:
             self.smallest = 2
         if self._is_short:
             super().cut_again(progress, largest)
         elif progress.todo:
-            self._cut_equally(progress)
-
-    def _cut_equally(self, progress: AccumulationState) -> None:
-        """Cut the same micro-batches again, or larger ones if some are too small for the model."""
-        sizes = [micro_batch.size for micro_batch in progress.todo]
-        is_too_small = min(sizes) < self.smallest
-        parts = self._cut(progress.groups, max(sizes)) if is_too_small else [*progress.todo]
-        progress.begin_again(parts)
+            sizes = [micro_batch.size for micro_batch in progress.todo]
+            is_too_small = min(sizes) < self.smallest
+            progress.begin_again(self._cut(progress.groups, max(sizes)) if is_too_small else [*progress.todo])
 
 
 def _count(progress: AccumulationState) -> int:

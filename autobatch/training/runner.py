@@ -289,7 +289,7 @@ class StepRunner:
                 self._memory.check_update()
                 applied.prepare()  # optimizer state, unscaling, clipping: the last that can fail on one rank alone
             if shared is not None:
-                shared.agree_on_update()
+                shared.agree()
             self._accumulation.commit(undo)
         except BaseException:
             if applied is not None and not undo.is_released:

@@ -243,8 +243,8 @@ def test_ranks_that_make_different_calls_say_so():
     for text, changed in results_of("another call"):
         number = re.search(r"of Runner (\d+)", text)[1]
         assert text == (
-            f"RankFailed: the ranks made different calls (rank 0: accumulate 0 of Runner {number}, 'open'; "
-            f"rank 1: step 0 of Runner {number}, 'open'; rank 2: step 0 of Runner {number}, 'open'): make the same "
+            f"RankFailed: the ranks made different calls (rank 0: accumulate 0 of Runner {number}, open; "
+            f"rank 1: step 0 of Runner {number}, open; rank 2: step 0 of Runner {number}, open): make the same "
             f"calls in the same order on every rank"
         )
         assert changed == []

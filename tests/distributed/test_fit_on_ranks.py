@@ -359,7 +359,9 @@ def test_a_rank_on_which_nothing_fits_stops_the_others():
     """It gets its own error, and the other one gets the reason."""
     first, second = results_of("no memory")
     assert second.startswith("DoesNotFit: ")
-    assert first.startswith("RankFailed: fit() failed on another rank: rank 1: DoesNotFit: ")
+    assert first.startswith(
+        "RankFailed: fit() was undone on every rank, because it failed on one: rank 1: DoesNotFit: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -378,7 +380,7 @@ def test_a_rank_on_which_nothing_fits_stops_the_others():
 )
 def test_an_error_is_news_to_the_others_each_time(name, text):
     """Be it the same object, or one that lies where the last one lay: they wait for this rank in each call."""
-    failed = f"RankFailed: fit() failed on another rank: rank 1: {text}"
+    failed = f"RankFailed: fit() was undone on every rank, because it failed on one: rank 1: {text}"
     assert results_of(name) == [[failed] * 5, [text] * 5]
 
 

@@ -262,7 +262,10 @@ def test_an_interrupt_in_the_last_exchange_of_a_step_finds_it_done():
 def test_an_interrupt_between_two_blocks_of_fit_is_sent_in_the_next(block):
     """Else the others would wait there."""
     (other, again), (own, own_again) = results_of(f"fit {block}")
-    assert other == ("RankFailed: fit() failed on another rank: rank 1: KeyboardInterrupt", False)
+    assert other == (
+        "RankFailed: fit() was undone on every rank, because it failed on one: rank 1: KeyboardInterrupt",
+        False,
+    )
     assert (own, again, own_again) == (("KeyboardInterrupt", False), WELL, WELL)
 
 
@@ -274,7 +277,10 @@ def test_an_interrupt_after_the_last_block_of_fit_is_this_ranks_own():
 def test_an_error_between_two_blocks_of_fit_is_sent_in_the_next():
     """With its reason."""
     (other, again), (own, own_again) = results_of("between")
-    assert other == ("RankFailed: fit() failed on another rank: rank 1: MemoryError: no host memory", False)
+    assert other == (
+        "RankFailed: fit() was undone on every rank, because it failed on one: rank 1: MemoryError: no host memory",
+        False,
+    )
     assert (own, again, own_again) == (("MemoryError", False), WELL, WELL)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from builders.ranks import run_ranks, values_of
 
 from autobatch.distributed.channel import open_channel
-from autobatch.distributed.reduction import GradientSlot, LossSlot, Reduction
+from autobatch.distributed.reduction import GradientSlot, Reduction
 
 KINDS = ("both", "first", "second", "laid out otherwise", "sum in float32", "wide gradient")
 
@@ -42,10 +42,11 @@ def reduce_all():
     rank, reduction = dist.get_rank(), Reduction(None, open_channel(None), bucket_bytes=40)
     torch.use_deterministic_algorithms(True)  # fills what torch.empty makes with nan
     made = {kind: make_parameter(kind, rank) for kind in KINDS}
-    result = torch.empty((), dtype=torch.float32)
+    loss = torch.empty((), dtype=torch.float32)
+    loss.grad = torch.tensor(2.0 + rank)
     slots = [GradientSlot(parameter, sums) for parameter, sums, _ in made.values()]
-    reduction.reserve([parameter for parameter, *_ in made.values()])
-    reduction.sum([*slots, LossSlot(torch.tensor(2.0 + rank), result)], 0.5)
+    reduction.reserve([*(parameter for parameter, *_ in made.values()), loss])
+    reduction.sum([*slots, GradientSlot(loss, {})], 0.5)
     errors = {}
     for kind, (parameter, sums, value) in made.items():
         everyone = [torch.empty_like(value) for _ in range(2)]
@@ -54,7 +55,7 @@ def reduce_all():
         rounding = 2**-8 if parameter.grad.dtype is torch.bfloat16 else 2**-20
         errors[kind] = float((parameter.grad.double() - expected).abs().max() / expected.max()) / rounding
         assert not sums
-    return errors, result.item()
+    return errors, loss.grad.item()
 
 
 @cache

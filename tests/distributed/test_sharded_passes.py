@@ -86,10 +86,10 @@ class Training:
     def count_exchanges(self):
         """Of a step."""
         channel = self.runner._ranks.channel
-        before = channel._exchanges
+        before = channel.exchanges
         self.runner.accumulate(self.batch)
         self.model.zero_grad()
-        return channel._exchanges - before
+        return channel.exchanges - before
 
     def fail_on(self, rank, calls=1):
         """Memory ends once, in a forward pass before the second block."""

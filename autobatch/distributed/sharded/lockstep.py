@@ -10,18 +10,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Literal
 
 from torch import nn
 
 from autobatch._user_errors import contextmanager
-from autobatch.distributed.agreement import StepAgreement, name_error
+from autobatch.distributed.agreement import Agreement, name_error
 from autobatch.distributed.channel import Channel
 from autobatch.distributed.sharded.model import divisor_of, param_groups, refuse_changed_settings, reset
 from autobatch.distributed.sharded.pass_record import is_recorded, record_of
-from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument, RankFailed, RankLost
+from autobatch.errors import DoesNotFit, InvalidArgument, RankFailed, RankLost
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.undo.interrupts import deferred_interrupts
 
@@ -30,12 +30,8 @@ DIFFERS = "the pass differs"
 ONE_SAMPLE = "the model refuses one sample"
 
 
-class OtherRankShort(DoesNotFit):
-    """Another rank ran out of memory in a pass that all ranks end together."""
-
-
-class RunAgain(AutobatchError):
-    """All ranks drop a pass that did not run out of memory, and run it again."""
+class PassDropped(DoesNotFit):
+    """Another rank drops a pass that all ranks end together, and all will run it again."""
 
 
 class Lockstep:
@@ -55,10 +51,9 @@ class Lockstep:
         self._groups = param_groups(model)
         self._factor: float | None = self._groups[0].gradient_divide_factor
         self.divisor = divisor_of(model)
-        self._agreement: StepAgreement | None = None
-        self._blocks = 0
+        self._agreement: Agreement | None = None
 
-    def begin(self, agreement: StepAgreement) -> None:
+    def begin(self, agreement: Agreement) -> None:
         """Begin a step, in which all ranks run the same number of micro-batches."""
         self._agreement, self.running = agreement, None
         refuse_changed_settings(self._model, self._groups, self._factor)
@@ -74,29 +69,20 @@ class Lockstep:
         self._agreement, self.running, self._record.agree = None, None, None
 
     def start(self, name: Literal["forward", "backward"]) -> None:
-        """End the pass before and begin another one; a second call in a pass does nothing.
-
-        Raises:
-            OtherRankShort: Another rank ran out of memory in the pass before.
-        """
+        """End the pass before and begin another one; a second call in a pass does nothing."""
         if self.running == name:
             return
         with deferred_interrupts():  # the other ranks rely on this one to be in the new pass
             self.finish()
-            self._begin_pass(name)
+            self._begin_pass(name, name)
 
-    def _begin_pass(self, name: Literal["forward", "backward"]) -> None:
-        self.running = name
+    def _begin_pass(self, kind: Literal["forward", "backward"], name: str) -> None:
+        self.running = kind
         self._record.begin(name)
-        self._record.agree, self._record.lose = self._agree, self._channel.lose
+        self._record.agree, self._record.collective = self._agree, self._channel.collective
 
     def finish(self) -> None:
-        """End the running pass, if any.
-
-        Raises:
-            OtherRankShort: Another rank ran out of memory in it.
-            RankFailed: Another rank failed in it.
-        """
+        """End the running pass, if any; raise PassDropped if another rank drops it."""
         if self.running is None:
             return
         with deferred_interrupts():
@@ -111,18 +97,13 @@ class Lockstep:
         Args:
             short: Out-of-memory error of this rank, which still takes part in the rest of the pass.
             again: ``DIFFERS`` or ``ONE_SAMPLE``, if that is this rank's cause. Neither: another rank has a cause.
-
-        Raises:
-            RankFailed: Another rank failed in it with another error.
-            RankLost: This rank ran out of memory in the rest of the pass, too.
         """
-        assert self._agreement is not None and self.running is not None  # noqa: S101, PT018 - narrows for mypy
         name = self.running
+        assert name is not None  # noqa: S101 - narrows for mypy
         if short is not None or again is not None:
             reset(self._model)  # first: it frees memory that the rest of the pass needs
             self._play_rest()
-            own = {"short": short} if short is not None else {"again": again}
-            self._note_causes(self._agreement.gather(name, **own))
+            self._gather(**({"short": short} if short is not None else {"again": again}))
         if DIFFERS in self.causes:
             self._record.forget(name)
         self._clear()
@@ -154,18 +135,11 @@ class Lockstep:
 
     @contextmanager
     def block(self, call: str) -> Iterator[None]:
-        """Block whose passes all ranks run together, and that ends on all if one runs out of memory.
-
-        Raises:
-            OtherRankShort: Another rank ran out of memory.
-            RankFailed: Another rank failed.
-        """
-        self._blocks += 1
-        agreement = StepAgreement(self._channel, self._channel.agreed, self._blocks, call)
+        """Block whose passes all ranks run together, and that ends on all if one runs out of memory."""
+        agreement = Agreement(self._channel, call)
         try:
             self.begin(agreement)
-            self._begin_pass("forward")
-            self._record.begin("")  # a pass without a name is never known
+            self._begin_pass("forward", "")  # a pass without a name is never known
             yield
             self._agree(None)
         except BaseException as error:
@@ -183,29 +157,31 @@ class Lockstep:
 
     def _agree(self, collective: list[Any] | None) -> None:
         """Exchange which collective comes next; ``None``: the pass is over."""
-        assert self._agreement is not None and self.running is not None  # noqa: S101, PT018 - narrows for mypy
-        gathered = self._agreement.gather(self.running, next=collective)
-        self._note_causes(gathered)
+        gathered = self._gather(next=collective)
         short = {rank: values["short"] for rank, values in enumerate(gathered) if "short" in values}
         if short:
-            raise OtherRankShort(f"another rank ran out of memory ({self._channel.list_by_rank(short)})")
+            raise PassDropped(f"another rank ran out of memory ({self._channel.list_by_rank(short)})")
         if self.causes:
-            raise RunAgain(f"another rank runs this pass again ({', '.join(self.causes)})")
+            raise PassDropped(f"another rank runs this pass again ({', '.join(self.causes)})")
         if any(values["next"] != collective for values in gathered):
+            assert self._agreement is not None  # noqa: S101 - narrows for mypy
             raise self._agreement.refuse(
                 RankFailed("the ranks' passes differ: run the same sharded modules in the same order on every rank")
             )
 
-    def _note_causes(self, gathered: Sequence[Mapping[str, Any]]) -> None:
-        """Note the causes of all ranks to drop this pass."""
+    def _gather(self, **values: Any) -> list[dict[str, Any]]:
+        """Exchange values in the running pass, and note the causes of all ranks to drop it."""
+        assert self._agreement is not None and self.running is not None  # noqa: S101, PT018 - narrows for mypy
+        gathered = self._agreement.gather(self.running, **values)
         causes = [values["again"] for values in gathered if "again" in values]
         causes += ["short" for values in gathered if "short" in values]
         self.causes = frozenset(causes)
+        return gathered
 
 
-def _report(agreement: StepAgreement, error: BaseException) -> None:
+def _report(agreement: Agreement, error: BaseException) -> None:
     """Send the error that has ended a block here to the others, unless it came from them."""
-    if isinstance(error, OtherRankShort):
+    if isinstance(error, PassDropped):
         return
     if isinstance(error, DoesNotFit) or is_oom(error):
         agreement.gather("forward", short=name_error(error))

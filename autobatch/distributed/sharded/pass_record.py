@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -49,13 +50,13 @@ class PassRecord:
     Attributes:
         agree: Called before a collective of a pass that is not known; raises if another rank will not take part.
             ``None`` outside a pass.
-        lose: Makes the error of a collective that broke off, from its reason.
+        collective: Makes the block of one collective, from its name.
     """
 
     def __init__(self) -> None:
         """Know no pass yet."""
         self.agree: Callable[[list[Any]], None] | None = None
-        self.lose: Callable[[str], BaseException] = RuntimeError
+        self.collective: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._known: dict[str, Sequence[Collective]] = {}
         self._latest: dict[str, Sequence[Collective]] = {}
         self._repeats: dict[str, int] = {}
@@ -100,17 +101,13 @@ class PassRecord:
             self.agree(collective.describe())
         elif not self._is_expected(collective):
             raise PassDiffers
-        with uninterrupted():
-            return self._call(collective, output, given)
+        return self._call(collective, output, given)
 
     def _call(self, collective: Collective, output: torch.Tensor, given: torch.Tensor) -> Any:
-        try:
+        with self.collective(f"a {collective.kind}"):
             work = collective.call(output, given)
-        except RuntimeError as error:
-            reason = f"a {collective.kind} broke off: {error}".strip().partition("\n")[0]
-            raise self.lose(reason) from error
-        self._now.append(collective)
-        return work
+            self._now.append(collective)
+            return work
 
     def _is_expected(self, collective: Collective) -> bool:
         place, known = len(self._now), self._known[self._name]

@@ -46,22 +46,19 @@ class ShardedStep(SharedStep):
         """Send an error that ended this rank's step to the others, unless they know it."""
         self.lockstep.abandon(error)
 
-    def agree_on(self, micro_batches: int) -> int:
+    def agree_on_number(self, micro_batches: int) -> int:
         """Return the most micro-batches that any rank has left."""
         gathered = self._agreement.gather("micro-batches", count=micro_batches)
         return max(int(values["count"]) for values in gathered)
 
-    @torch.no_grad()
-    def combine(
+    def sum(
         self,
         parameters: Sequence[torch.Tensor],
         sums: MutableMapping[torch.Tensor, torch.Tensor],
-        loss: torch.Tensor | None,
-        *,
-        counted: float,
-        unit: float | None,
+        *rest: Any,
+        **given: Any,
     ) -> torch.Tensor | None:
-        """Combine as ``SharedStep``, after undoing the factor of whole gradients.
+        """Sum as ``SharedStep``, after undoing the factor of whole gradients.
 
         Losses were multiplied by the divisor, because torch divides sharded gradients by it in each pass.
         """
@@ -69,9 +66,9 @@ class ShardedStep(SharedStep):
             gradient = sums.get(parameter, parameter.grad)
             if gradient is not None and parameter.requires_grad and not has_shards(parameter):
                 gradient.div_(self.lockstep.divisor)
-        return super().combine(parameters, sums, loss, counted=counted, unit=unit)
+        return super().sum(parameters, sums, *rest, **given)
 
-    def agree_on_update(self) -> None:
+    def agree(self) -> None:
         """Clip, and wait until nothing before the optimizer's step can fail on any rank.
 
         Each rank keeps its own buffers, as with ``fully_shard``.

@@ -136,7 +136,7 @@ class LightningRunner(Runner):
 
         def commit() -> None:
             if shared is not None:
-                shared.agree_on_update()
+                shared.agree()
             self._accumulation.commit(undo)
 
         try:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autobatch.distributed.data_parallel import SharedBuffers
-from autobatch.distributed.reduction import GradientSlot, LossSlot, Reduction
+from autobatch.distributed.reduction import GradientSlot, Reduction, make_loss
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder
 from autobatch.undo.gradients import Float32Sums
@@ -66,13 +66,13 @@ class Replicated(OneRank):
         self._label(self._buckets)
 
     def reduce(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:
-        """Sum gradients through buckets, as ``SharedStep.combine`` does."""
+        """Sum gradients through buckets, as ``SharedStep.sum`` does."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._label(self._reduction.reserve(trained))
-        results = [torch.empty((), dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.float64)]
+        loss = make_loss(parameters)
+        self._label(self._reduction.reserve([*trained, loss]))
         slots = [GradientSlot(parameter, sums.take()) for parameter in trained]
         there = [slot for slot in slots if slot.has_any()]
-        self._reduction.sum([*there, LossSlot(None, results[0])])
+        self._reduction.sum([*there, GradientSlot(loss, {})])
 
     def share_buffers(self) -> None:
         """Copy the buffers, in which form they are sent."""
