@@ -67,7 +67,6 @@ class Measurement:
             or all of it.
         writes: Whether runs write into memory that has to be put back; ``None`` before the first run.
         states_counts: Whether the step states what a loss was divided by.
-        returns_part: Whether it returns a ``Part``.
         running: Number of samples with which the step was called last.
     """
 
@@ -81,7 +80,6 @@ class Measurement:
     renews: Literal["", "outside", "all"] = ""
     writes: bool | None = None
     states_counts: bool = False
-    returns_part: bool = False
     running: int = field(default=0, init=False)
     _whole: Gradients | None = field(default=None, init=False)
     _loss: float = field(default=0.0, init=False)
@@ -178,8 +176,8 @@ class Measurement:
         known = [count for count in counts if count is not None]
         if not known or len(known) < len(counts):
             return None
-        divisor = 1.0 if self.returns_part else math.fsum(known)
-        terms = [values * (count / divisor) for values, count in zip(alone.values(), known, strict=True) if count]
+        total = math.fsum(known)
+        terms = [values * (count / total) for values, count in zip(alone.values(), known, strict=True) if count]
         return torch.stack(terms).sum(0) if terms else None
 
     def alone(self, rows: Sequence[int]) -> torch.Tensor | None:
@@ -346,13 +344,12 @@ class Measurement:
         self.outside.restore()
 
     def _note_count(self, returned: Any, rows: Sequence[int]) -> None:
-        """Note what one part counts for: what the step states, or ``weigh`` gives, or samples; 1 for a ``Part``."""
+        """Note what one part counts for: what the step states, or ``weigh`` gives, or samples."""
         terms = read_terms(split_output(returned)[0])
-        self.returns_part = any(term.kind == "part" for term in terms)
-        self.states_counts = self.returns_part or any(term.count is not None for term in terms)
+        self.states_counts = any(term.count is not None for term in terms)
         weights = self.workload.weights_of(self.part(rows).batch, len(rows))
-        stated = 1.0 if self.returns_part else terms[0].count
-        self._counts[str(rows)] = None if len(terms) > 1 else weights.get("") if stated is None else stated
+        count = weights.get("") if terms[0].count is None else terms[0].count
+        self._counts[str(rows)] = count if len(terms) == 1 else None
 
 
 def _length_of(parameter: torch.Tensor) -> float:
