@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from autobatch.records import DeviceInfo, Trial, Verdict
     from autobatch.result import StepResult
     from autobatch.runner import Runner
-    from autobatch.step.losses import Mean, Part, PerStep, Sum
+    from autobatch.step.losses import Mean, PerStep, Sum
 
 __all__ = [
     "AutobatchError",
@@ -52,7 +52,6 @@ __all__ = [
     "Mean",
     "MemoryCurve",
     "NeedsBatch",
-    "Part",
     "PerStep",
     "Plan",
     "Prediction",
@@ -83,7 +82,6 @@ _MODULES = {
     "DeviceInfo": "autobatch.records",
     "Mean": "autobatch.step.losses",
     "MemoryCurve": "autobatch.planning.curve",
-    "Part": "autobatch.step.losses",
     "PerStep": "autobatch.step.losses",
     "Plan": "autobatch.plan",
     "Prediction": "autobatch.prediction.prediction",

@@ -64,8 +64,8 @@ _SHUFFLED = (
 )
 _SUMMED = (
     "the loss is a sum (which may be divided by a constant) and is read as a mean: return autobatch.Sum(loss, count), "
-    "with the number of samples or tokens that it sums over; or, where it is divided by the count of the whole step "
-    "already, autobatch.Part(loss)"
+    "with the number of samples or tokens that it sums over; if it is divided already, with the micro-batch's share of "
+    "the step's samples: shares add up to 1"
 )
 _ONCE_A_MICRO_BATCH = (
     "a term that does not depend on the samples, such as a regulariser, counts once a micro-batch instead of once "

@@ -85,7 +85,7 @@ class Measurement:
         self.workload, self.device, self.layout, self.random = workload, device, layout, random
         self.keeps_values, self.writes = keeps_values, writes
         self.renews: Literal["", "outside", "all"] = ""
-        self.states_counts = self._returns_part = False
+        self.states_counts = False
         self.running = 0
         self._loss = self._whole_loss = 0.0
         outside = [module for module in workload.outside() if isinstance(module, nn.Module)]
@@ -248,8 +248,8 @@ class Measurement:
         known = [count for count in counts if count is not None]
         if not known or len(known) < len(counts):
             return None
-        divisor = 1.0 if self._returns_part else math.fsum(known)
-        terms = [values * (count / divisor) for values, count in zip(alone.values(), known, strict=True) if count]
+        total = math.fsum(known)
+        terms = [values * (count / total) for values, count in zip(alone.values(), known, strict=True) if count]
         return torch.stack(terms).sum(0) if terms else None
 
     def part(self, rows: Sequence[int]) -> Layout:
@@ -326,10 +326,9 @@ class Measurement:
     def _note_count(self, returned: Any, rows: Sequence[int]) -> None:
         """Note what one part counts for: what the step states, or ``weigh`` gives, or samples; 1 for a ``Part``."""
         terms = read_terms(split_output(returned)[0])
-        self._returns_part = any(term.kind == "part" for term in terms)
-        self.states_counts = self._returns_part or any(term.count is not None for term in terms)
+        self.states_counts = any(term.count is not None for term in terms)
         weights = self.workload.weights_of(self.part(rows).batch, len(rows))
-        stated = 1.0 if self._returns_part else terms[0].count
+        stated = terms[0].count
         self._counts[str(rows)] = None if len(terms) > 1 else weights.get("") if stated is None else stated
 
     def _counts_any(self, part: Layout) -> bool:

@@ -16,7 +16,7 @@ Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tenso
 _LARGEST_COUNT = 1e100
 """Largest count of a micro-batch, so that no sum of counts is infinite."""
 
-_Kind = Literal["mean", "sum", "per step", "part"]
+_Kind = Literal["mean", "sum", "per step"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,8 @@ class Sum:
 
     Attributes:
         loss: A tensor of one element, any floating dtype.
-        count: As in ``Mean``. The update divides by the sum of all counts of the step.
+        count: As in ``Mean``. The update divides by the sum of all counts of the step. If ``loss`` has been divided by
+            the whole step's count already, state the micro-batch's share of the step's samples: shares add up to 1.
     """
 
     loss: torch.Tensor
@@ -62,23 +63,6 @@ class PerStep:
     loss: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A loss that has been divided by the whole step's count: the parts of all micro-batches and ranks add up.
-
-    It is for code that knows the step's total before its first micro-batch, such as Hugging Face's Trainer
-    (``num_items_in_batch``). The divisor has to be the same in all micro-batches of one step: a constant, or set before
-    the step. ``verify`` and ``fit(check=)`` compare a step of fewer samples than a training step.
-
-    A micro-batch that counts nothing by ``weigh=`` is not run, and its part is 0.
-
-    Attributes:
-        loss: A tensor of one element, any floating dtype.
-    """
-
-    loss: torch.Tensor
-
-
 @dataclass(eq=False)
 class Term:
     """One loss of one micro-batch, read.
@@ -86,7 +70,7 @@ class Term:
     Attributes:
         name: Its key, or ``""`` for a step that returns one loss.
         loss: 0-dim, with a graph.
-        kind: Mean over its count, sum, term that counts once a step, or part of a mean.
+        kind: Mean over its count, sum, or term that counts once a step.
         count: Count that the step states; ``None`` if ``weigh`` or the number of samples gives it.
         is_narrow: Whether the loss is bfloat16 or float16, so that its gradient rounds whatever it is multiplied by.
     """
@@ -98,17 +82,17 @@ class Term:
     is_narrow: bool = False
 
     def divide(self, count: float, total: float) -> torch.Tensor:
-        """Return this term's part of the mean over ``total``, of which it covers ``count``."""
-        return self.multiply(1 / total if self.kind == "sum" else count / total)
+        """Return this term's part of the step's loss: its micro-batch covers ``count`` of ``total``.
+
+        A narrow loss becomes float32 first, since a third in bfloat16 is off by 0.1 %.
+        """
+        factor = 1 / total if self.kind == "sum" else count / total
+        return (self.loss.float() if self.is_narrow else self.loss) * factor
 
     @property
     def has_count(self) -> bool:
         """Whether it is divided by a total, so that its count matters."""
-        return self.kind in {"mean", "sum"}
-
-    def multiply(self, factor: float) -> torch.Tensor:
-        """Multiply the loss, in float32 if it is narrower, since a third in bfloat16 is off by 0.1 %."""
-        return (self.loss.float() if self.is_narrow else self.loss) * factor
+        return self.kind != "per step"
 
 
 def read_terms(returned: Any) -> tuple[Term, ...]:
@@ -134,8 +118,6 @@ def _read_term(name: str, returned: Any) -> Term:
             kind, count = "sum", _read_count(stated, f"Sum(count=){of_term}")
         case PerStep(loss):
             kind = "per step"
-        case Part(loss):
-            kind = "part"
         case loss:
             pass
     if loss is None:
@@ -169,9 +151,7 @@ def _read_term(name: str, returned: Any) -> Term:
 def losses_of(returned: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a step's loss by term; read no count, and refuse nothing."""
     terms = returned if isinstance(returned, Mapping) else {"": returned}
-    losses = {
-        str(name): term.loss if isinstance(term, Mean | Sum | PerStep | Part) else term for name, term in terms.items()
-    }
+    losses = {str(name): term.loss if isinstance(term, Mean | Sum | PerStep) else term for name, term in terms.items()}
     return {name: loss for name, loss in losses.items() if isinstance(loss, torch.Tensor)}
 
 

@@ -8,7 +8,6 @@ The rule of exactness: each term of a step's loss is (sum of losses over all mic
    divided by a power of two near it, which rounds nothing. Before the update the gradients are multiplied by
    power / total. This needs one denominator for all terms, as their gradients cannot be separated once they are added.
 3. Losses in bfloat16 or float16 with one denominator go the same way: their gradients would round the factor.
-4. A ``Part`` was divided by the whole step's count already, so it is added unchanged.
 """
 
 from __future__ import annotations
@@ -106,10 +105,9 @@ class Denominators:
             is_narrow |= term.is_narrow
             is_stated |= term.count is not None
         if is_stated and not self.weighed:
-            _refuse_parts(terms)
             count = _find_common_count(terms, micro_batch.size)
             return self._divide_by_unit(micro_batch.size, terms, count, unit)
-        if is_narrow and "" in weights and any(term.kind != "part" for term in terms):
+        if is_narrow and "" in weights:
             for term in terms:
                 _check_count(term, weights[""])
             return self._divide_by_unit(micro_batch.size, terms, weights[""], unit)
@@ -122,10 +120,8 @@ class Denominators:
         name = term.name if term.name in weights else ""
         if term.count is not None:
             _check_count(term, weights[name])
-        if term.kind == "part":
-            return term.multiply(1.0)  # in float32 where it is narrower
         if term.kind == "per step":
-            return term.multiply(self._average_part(weights))
+            return term.divide(self._average_part(weights), 1.0)
         # 0 x nan is nan
         return term.divide(weights[name], self.weights[name]) if weights[name] else None
 
@@ -139,7 +135,7 @@ class Denominators:
             return None
         if unit is None:
             unit = self.unit or self._choose_unit(size, count)
-        parts = [self._divide_term(term, count, unit) for term in terms]
+        parts = [term.divide(count, unit) for term in terms]
         return functools.reduce(torch.add, parts), 1.0, count, unit
 
     def _choose_unit(self, size: int, count: float) -> float:
@@ -156,11 +152,6 @@ class Denominators:
         own = count * self.samples / size
         most = math.inf if self.is_scaled else _MOST_EXPECTED * own
         return _power_of_two_near(min(max(own, self.expected), most))
-
-    def _divide_term(self, term: Term, count: float, unit: float) -> torch.Tensor:
-        if term.kind == "part":  # all is multiplied by unit / total at the end
-            return term.multiply(self.weights[""] / unit)
-        return term.multiply(count / unit) if term.kind == "per step" else term.divide(count, unit)
 
 
 @functools.lru_cache(maxsize=256)
@@ -184,15 +175,6 @@ def _find_common_count(terms: Sequence[Term], samples: int) -> float:
     return first
 
 
-def _refuse_parts(terms: Sequence[Term]) -> None:
-    parts = [repr(term.name) for term in terms if term.kind == "part"]
-    if parts:
-        raise InvalidArgument(
-            f"step() returns a Part ({', '.join(parts)}) beside a Mean or Sum, whose total is known only after the "
-            f"last micro-batch: pass weigh= that counts before, or return Parts only"
-        )
-
-
 def _check_names(terms: Sequence[Term], weights: Mapping[str, float]) -> None:
     named = {term.name for term in terms if term.has_count}
     missing = [name for name, weight in weights.items() if weight > 0 and name not in named]
@@ -200,7 +182,7 @@ def _check_names(terms: Sequence[Term], weights: Mapping[str, float]) -> None:
     if missing or unknown:
         raise InvalidArgument(
             f"weigh() gives counts for the terms {sorted(weights)}, and step() returned {sorted(named)}: the "
-            f"names must be the same (PerStep and Part terms have no count)"
+            f"names must be the same (PerStep terms have no count)"
         )
 
 

@@ -91,12 +91,6 @@ def divide_anew():
     make_runner(weigh=lambda b: 5.0).step(make_batch(16))
 
 
-def part_beside_a_mean(model, batch):
-    """The mean's total is not known before."""
-    loss = mean_step(model, batch)
-    return {"mean": autobatch.Mean(loss, count=len(batch[0])), "part": autobatch.Part(loss / 4)}
-
-
 def two_counts(model, batch):
     """Two terms whose totals cannot be distinguished in one gradient."""
     loss = mean_step(model, batch)
@@ -302,11 +296,6 @@ TABLE = [
         lambda: make_runner(step=two_counts, weigh=lambda b: {"left": len(b[0])}).step(make_batch(16)),
         "InvalidArgument",
         ["weigh()", "'left'", "step()"],
-    ),
-    (
-        lambda: make_runner(step=part_beside_a_mean).step(make_batch(16)),
-        "InvalidArgument",
-        ["step()", "'part'", "weigh="],
     ),
     (
         lambda: make_runner().load_state_dict({**make_runner().state_dict(), "target_batch": 256}),

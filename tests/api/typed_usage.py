@@ -40,9 +40,9 @@ def stated_step(model: nn.Module, batch: Batch) -> dict[str, autobatch.Mean | au
     }
 
 
-def part_step(model: nn.Module, batch: Batch) -> autobatch.Part:
+def sum_step(model: nn.Module, batch: Batch) -> autobatch.Sum:
     """Divided by the whole step's samples."""
-    return autobatch.Part(cross_entropy(model(batch[0]), batch[1], reduction="sum") / 16)
+    return autobatch.Sum(cross_entropy(model(batch[0]), batch[1], reduction="sum") / 16, count=len(batch[1]) / 16)
 
 
 def run_backward(loss: Tensor) -> None:
@@ -233,7 +233,7 @@ def main(folder: Path) -> None:
     runner.load_state_dict(saved)
     verdict: autobatch.Verdict = autobatch.verify(model, batch=batch, step=stated_step, device="cpu")
     causes: tuple[str, ...] = verdict.causes
-    assert autobatch.verify(model, batch=batch, step=part_step, device="cpu").exact
+    assert autobatch.verify(model, batch=batch, step=sum_step, device="cpu").exact
     assert verdict.exact
     assert verdict.relative_error < 1e-5
     assert not causes

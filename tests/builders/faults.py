@@ -173,9 +173,10 @@ def count_terms(batch: Any) -> dict[str, Any]:
     return {"classes": len(batch[1]), "value": (batch[1] > 0).sum()}
 
 
-def parts_step(model: nn.Module, batch: Any) -> autobatch.Part:
+def divided_step(model: nn.Module, batch: Any) -> autobatch.Sum:
     """Divided by the whole step's count, which is known before."""
-    return autobatch.Part(mean_step(model, batch) * (len(batch[0]) / SAMPLES))
+    share = len(batch[0]) / SAMPLES
+    return autobatch.Sum(mean_step(model, batch) * share, count=share)
 
 
 def run_backward(loss: torch.Tensor) -> None:
@@ -271,7 +272,7 @@ CASES = (
     Case("sparse embedding, plain SGD", Embedded, plain_sgd, max_grad_norm=None),
     Case("sparse embedding, SparseAdam", Embedded, sparse_adam, max_grad_norm=None),
     Case("sparse embedding, Adagrad", Embedded, adagrad, max_grad_norm=None),
-    Case("parts, a backward of one's own, SGD", Everything, sgd, parts_step, backward=run_backward),
+    Case("divided before, a backward of one's own, SGD", Everything, sgd, divided_step, backward=run_backward),
     Case("teacher outside the model, kept, SGD", lambda: nn.Linear(6, 4), sgd, taught=True),
 )
 

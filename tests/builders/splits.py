@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from workloads import Plain, make_batch, mean_step
 
-from autobatch.step.losses import Mean, Part, PerStep, Sum
+from autobatch.step.losses import Mean, PerStep, Sum
 
 CLASS_WEIGHTS = torch.tensor([1.0, 3.0, 0.2, 7.0])
 
@@ -156,13 +156,6 @@ WRONG: dict[str, tuple[Any, Any, Any, Any, str]] = {
         "return it as autobatch.PerStep",
     ),
     "a complex weight's imaginary part": (Complex, half_wrong, None, make_batch(16), "depends on the others"),
-    "a mean as a Part": (
-        small,
-        lambda model, batch: Part(mean_step(model, batch)),
-        None,
-        make_batch(16),
-        "and is counted otherwise: return the loss itself",
-    ),
     "a mean stated with count 1": (
         small,
         lambda model, batch: Mean(mean_step(model, batch), count=1),
@@ -310,7 +303,12 @@ RIGHT: dict[str, tuple[Any, Any, Any, Any]] = {
     "bfloat16 model": (lambda: small().bfloat16(), mean_step, None, make_batch(16, torch.bfloat16)),
     "bfloat16 by hand": (lambda: small().bfloat16(), cast_by_hand, None, make_batch(16)),
     "Sum": (small, lambda model, batch: Sum(sum_loss(model, batch), len(batch[0])), None, make_batch(16)),
-    "Part": (small, lambda model, batch: Part(sum_loss(model, batch) / 256), None, make_batch(16)),
+    "divided before": (
+        small,
+        lambda model, batch: Sum(sum_loss(model, batch) / 256, len(batch[0]) / 256),
+        None,
+        make_batch(16),
+    ),
     "PerStep": (
         small,
         lambda model, batch: {"loss": mean_step(model, batch), "decay": PerStep(regulariser(model))},

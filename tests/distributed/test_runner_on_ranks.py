@@ -73,14 +73,15 @@ class LastChannels(nn.Module):
         return self.convolution(images).flatten(1)
 
 
-def state_part(model, batch):
+def divide_before(model, batch):
     """Divided by the samples of all ranks."""
-    return autobatch.Part(mean_step(model, batch) * (len(batch[0]) / SAMPLES))
+    share = len(batch[0]) / SAMPLES
+    return autobatch.Sum(mean_step(model, batch) * share, count=share)
 
 
 CASES = {
     "samples": (mean_step, None, mean_step, Plain, {}),
-    "parts": (state_part, None, mean_step, Plain, {}),
+    "divided before": (divide_before, None, mean_step, Plain, {}),
     "tokens": (mean_of_some, count_some, mean_of_some, Plain, {}),
     "class weights": (weighted_classes, weigh_classes, weighted_classes, Plain, {}),
     "stated mean": (state_mean, None, mean_of_some, Plain, {}),

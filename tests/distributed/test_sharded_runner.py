@@ -108,14 +108,15 @@ def step_by_method(model, batch):
     return mean_step(model.describe, batch)
 
 
-def state_part(model, batch):
+def divide_before(model, batch):
     """Divided by the samples of all ranks."""
-    return autobatch.Part(mean_step(model, batch) * (len(batch[0]) / SAMPLES))
+    share = len(batch[0]) / SAMPLES
+    return autobatch.Sum(mean_step(model, batch) * share, count=share)
 
 
 CASES = {
     "samples": (mean_step, None, mean_step, Plain, {}),
-    "parts": (state_part, None, mean_step, Deep, {}),
+    "divided before": (divide_before, None, mean_step, Deep, {}),
     "deep": (mean_step, None, mean_step, Deep, {}),
     "tokens": (mean_of_some, count_some, mean_of_some, Deep, {}),
     "class weights": (weighted_classes, weigh_classes, weighted_classes, Deep, {}),
@@ -176,7 +177,7 @@ def make_runner(name, **options):
     size, rank = dist.get_world_size(), dist.get_rank()
     plan = make_rank_plans(spread(SAMPLES, size), 3, weighed=weigh is not None, **SMALL)[rank]
     device = FakeDevice(lambda n: 10 + n, total_bytes=1000)
-    options.setdefault("backward", run_backward if name == "parts" else None)
+    options.setdefault("backward", run_backward if name == "divided before" else None)
     runner = autobatch.Runner(plan, model, step, optimizer, weigh=weigh, device=device, max_grad_norm=NORM, **options)
     return model, optimizer, runner
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from workloads import make_batch, mean_step
 
 from autobatch.exactness.verification import verify
-from autobatch.step.losses import Mean, Part, PerStep, Sum
+from autobatch.step.losses import Mean, PerStep, Sum
 
 PHRASES = {
     "ignored": "ignores the gradient that it is given",
@@ -289,7 +289,9 @@ CASES: dict[str, tuple[Any, Any, Any, Any, set[str]]] = {
         small, lambda m, b: Mean(mean_step(m, b) + penalty(m), len_of(b)), None, BATCH, set(),
     ),
     "a penalty in a sum": (small, lambda m, b: Sum(sum_loss(m, b) + penalty(m), len_of(b)), None, BATCH, {"once"}),
-    "a penalty in a part": (small, lambda m, b: Part(sum_loss(m, b) / 16 + penalty(m)), None, BATCH, {"once"}),
+    "a penalty in a loss that was divided before": (
+        small, lambda m, b: Sum(sum_loss(m, b) / 16 + penalty(m), len_of(b) / 16), None, BATCH, {"once"},
+    ),
     "a penalty by itself": (
         small, lambda m, b: {"loss": Mean(mean_step(m, b), len_of(b)), "penalty": PerStep(penalty(m))}, None, BATCH,
         set(),
@@ -298,18 +300,21 @@ CASES: dict[str, tuple[Any, Any, Any, Any, set[str]]] = {
         small, lambda m, b: sum_loss(m, b) + penalty(m), None, BATCH, {"sum", "once"},
     ),
     "a penalty beside in-batch negatives": (small, lambda m, b: info_nce(m, b) + penalty(m), None, BATCH, {"coupled"}),
-    "in-batch negatives and a penalty in a part": (
-        small, lambda m, b: Part(info_nce(m, b) + penalty(m)), None, BATCH, {"coupled"},
+    "in-batch negatives and a penalty in a sum": (
+        small, lambda m, b: Sum(info_nce(m, b) + penalty(m), len_of(b) / 16), None, BATCH, {"coupled"},
     ),
     "a penalty after BatchNorm": (
-        with_batch_norm, lambda m, b: Part(sum_loss(m, b) / 16 + penalty(m)), None, BATCH, {"BatchNorm", "once"},
+        with_batch_norm, lambda m, b: Sum(sum_loss(m, b) / 16 + penalty(m), len_of(b) / 16), None, BATCH,
+        {"BatchNorm", "once"},
     ),
     # Constants and counts.
     "a sum": (small, sum_loss, None, BATCH, {"sum"}),
     "a sum divided by a constant": (small, lambda m, b: sum_loss(m, b) / 1000, None, BATCH, {"sum"}),
     "a mean times a constant": (small, lambda m, b: mean_step(m, b) / 1000, None, BATCH, set()),
-    "a part divided by a constant": (small, lambda m, b: Part(sum_loss(m, b) / 1000), None, BATCH, set()),
-    "a mean as a part": (small, lambda m, b: Part(mean_step(m, b)), None, BATCH, {"samples"}),
+    "a loss that was divided before": (
+        small, lambda m, b: Sum(sum_loss(m, b) / 1000, len_of(b) / 1000), None, BATCH, set(),
+    ),
+    "a mean with count 1": (small, lambda m, b: Mean(mean_step(m, b), 1), None, BATCH, {"samples"}),
     "divided by the square of the number": (small, n_times(2), None, BATCH, {"losses"}),
     "divided by the root of the number": (small, n_times(0.5), None, BATCH, {"losses"}),
     "a single sample otherwise": (small, single_otherwise, None, BATCH, {"terms"}),
@@ -323,8 +328,8 @@ CASES: dict[str, tuple[Any, Any, Any, Any, set[str]]] = {
     "BatchNorm that no loss reads": (Apart, mean_step, None, BATCH, set()),
     "BatchNorm that no loss reads, and a sum": (Apart, sum_loss, None, BATCH, {"sum"}),
     "BatchNorm and in-batch negatives": (with_batch_norm, info_nce, None, BATCH, {"BatchNorm", "coupled"}),
-    "BatchNorm and a mean as a part": (
-        with_batch_norm, lambda m, b: Part(mean_step(m, b)), None, BATCH, {"BatchNorm", "samples"},
+    "BatchNorm and a mean with count 1": (
+        with_batch_norm, lambda m, b: Mean(mean_step(m, b), 1), None, BATCH, {"BatchNorm", "samples"},
     ),
     "BatchNorm as a function": (
         small, lambda m, b: F.cross_entropy(F.batch_norm(m(b[0]), None, None, training=True, eps=0.1), b[1]), None,

@@ -7,7 +7,7 @@ import torch
 
 import autobatch
 from autobatch.errors import InvalidArgument
-from autobatch.step.losses import Mean, Part, PerStep, Sum, read_terms
+from autobatch.step.losses import Mean, PerStep, Sum, read_terms
 
 pytestmark = pytest.mark.quick
 
@@ -26,7 +26,6 @@ def make_loss(value: float = 3.0) -> torch.Tensor:
         (lambda loss: Sum(loss, 2.5), "sum", 2.5),
         (lambda loss: Sum(loss, count=torch.tensor([4])), "sum", 4.0),
         (PerStep, "per step", None),
-        (Part, "part", None),
     ],
 )
 def test_each_kind_is_read(returned, kind, count):
@@ -70,5 +69,5 @@ def test_what_cannot_be_read_is_refused(returned, message):
 
 
 def test_the_public_names_are_these():
-    """``autobatch.Mean``, ``Sum``, ``PerStep`` and ``Part``."""
-    assert (autobatch.Mean, autobatch.Sum, autobatch.PerStep, autobatch.Part) == (Mean, Sum, PerStep, Part)
+    """``autobatch.Mean``, ``Sum`` and ``PerStep``."""
+    assert (autobatch.Mean, autobatch.Sum, autobatch.PerStep) == (Mean, Sum, PerStep)

@@ -13,7 +13,7 @@ import autobatch
 from autobatch.batch.layout import describe
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.memory.cpu import CpuDevice
-from autobatch.step.losses import Mean, Part, PerStep, Sum
+from autobatch.step.losses import Mean, PerStep, Sum
 from autobatch.step.workload import Workload
 from autobatch.testing import oom_at
 
@@ -56,8 +56,8 @@ def both(model, batch):
     return ce(model, batch) + 0.3 * ce(model, batch, task=2) + 0.01 * penalise(model)
 
 
-LABELS = 15
-"""How many of the first task count in the whole batch: known before its first micro-batch."""
+SAMPLES, LABELS = 23, 15
+"""Samples in the whole batch, and labels of the first task that count: known before its first micro-batch."""
 
 
 CASES = {
@@ -110,24 +110,50 @@ CASES = {
         None,
         lambda m, b: m(b[0]).square().mean() + m(b[0]).abs().mean(),
     ),
-    "parts of a total that is known": (lambda m, b: Part(ce(m, b, reduction="sum") / LABELS), None, plain),
-    "parts of a total that is known, weighed": (lambda m, b: Part(ce(m, b, reduction="sum") / LABELS), count, plain),
-    "parts beside a mean over samples": (
+    "divided by a constant": (
+        lambda m, b: Sum(m(b[0]).square().sum(), count=len(b[0]) * 19),
+        None,
+        lambda m, b: m(b[0]).square().sum() / (SAMPLES * 19),
+    ),
+    "divided by the step's count before": (
+        lambda m, b: Sum(ce(m, b, reduction="sum") / LABELS, count=len(b[0]) / SAMPLES),
+        None,
+        plain,
+    ),
+    "divided before, multiplied back": (
+        lambda m, b: Sum(ce(m, b, reduction="sum") / LABELS * LABELS, count=count(b)),
+        None,
+        plain,
+    ),
+    "divided before, and weighed": (
+        lambda m, b: Sum(ce(m, b, reduction="sum") / LABELS, count=len(b[0]) / SAMPLES),
+        lambda b: len(b[0]) / SAMPLES,
+        plain,
+    ),
+    "divided before, beside a regulariser": (
         lambda m, b: {
-            "parts": Part(ce(m, b, reduction="sum") / LABELS),
+            "ce": Sum(ce(m, b, reduction="sum") / LABELS, count=len(b[0]) / SAMPLES),
+            "l2": PerStep(0.01 * penalise(m)),
+        },
+        None,
+        lambda m, b: ce(m, b) + 0.01 * penalise(m),
+    ),
+    "divided before, beside a mean over samples": (
+        lambda m, b: {
+            "ce": Sum(ce(m, b, reduction="sum") / LABELS * SAMPLES, count=len(b[0])),
             "mean": m(b[0]).square().mean(),
             "l2": PerStep(0.01 * penalise(m)),
         },
         None,
         lambda m, b: ce(m, b) + m(b[0]).square().mean() + 0.01 * penalise(m),
     ),
-    "parts beside terms that are counted before": (
+    "divided before, beside terms that are counted before": (
         lambda m, b: {
-            "parts": Part(m(b[0]).square().sum() / 7),
+            "divided": Sum(m(b[0]).square().sum() / 7, count=len(b[0]) / SAMPLES),
             "first": Mean(ce(m, b), count=count(b)),
             "second": 0.3 * m(b[0]).abs().mean(),
         },
-        lambda b: {"first": count(b), "second": len(b[0])},
+        lambda b: {"divided": len(b[0]) / SAMPLES, "first": count(b), "second": len(b[0])},
         lambda m, b: m(b[0]).square().sum() / 7 + ce(m, b) + 0.3 * m(b[0]).abs().mean(),
     ),
     "a regulariser alone": (lambda m, b: PerStep(penalise(m)), None, lambda m, b: penalise(m)),
@@ -295,27 +321,27 @@ def test_a_narrow_loss_is_weighed_without_rounding(dtype, weigh, wrap):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a mean"])
-def test_a_narrow_part_is_added_as_it_is(dtype, beside):
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a regulariser"])
+def test_a_narrow_loss_that_was_divided_before_is_not_rounded(dtype, beside):
     """Neither its gradient nor the sum of the losses is rounded to its dtype."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
 
     def step(model, part):
-        divided = Part((model(part[0]).sum() / 16).to(dtype))
-        return {"part": divided, "mean": model(part[0]).mean().to(dtype)} if beside else divided
+        divided = Sum((model(part[0]).sum() / 16).to(dtype), count=len(part[0]) / 16)
+        return {"divided": divided, "once": PerStep(model.weight.square().sum().to(dtype) / 2)} if beside else divided
 
     done = retrying(Workload(model, step), CpuDevice(), halve).run([describe((torch.ones(16, 1),))], 3)
-    assert float(done.loss) == pytest.approx(1 + beside, rel=1e-6)
+    assert float(done.loss) == pytest.approx(1 + beside / 2, rel=1e-6)
     assert model.weight.grad.item() == pytest.approx(1 + beside, rel=1e-3 if beside else 1e-7)
 
 
-def test_a_part_that_is_kept_beside_the_loss_keeps_its_value():
+def test_a_loss_that_is_kept_beside_itself_keeps_its_value():
     """The running loss is summed in place, in no tensor of the user's."""
 
     def step(model, part):
         loss = model(part[0]).square().sum()
-        return Part(loss), loss.detach()
+        return Sum(loss, count=len(part[0]) / 8), loss.detach()
 
     model, batch = make_model(), make_tasks(8)
     done = retrying(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 2)
@@ -325,12 +351,6 @@ def test_a_part_that_is_kept_beside_the_loss_keeps_its_value():
 
 
 REFUSED = {
-    "a part beside a stated mean": (
-        lambda m, b: {"first": Mean(ce(m, b), count(b)), "second": Part(ce(m, b, task=2))},
-        None,
-        InvalidArgument,
-        r"returns a Part \('second'\) beside a Mean or Sum, whose total is known only after",
-    ),
     "several counts, no weigh": (
         lambda m, b: {"first": Mean(ce(m, b), count(b)), "second": Mean(ce(m, b, task=2), count(b, 2))},
         None,

@@ -138,6 +138,21 @@ def test_a_count_that_is_kept_from_0_is_refused(name, largest):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_share_of_the_step_is_no_count_that_is_kept_from_0(caplog):
+    """A loss that was divided by the whole step's boxes may be 0 in a micro-batch, and has its share of the samples."""
+
+    def step(model, batch):
+        losses, _ = box_losses(model, batch)
+        return autobatch.Sum(losses / sum(EMPTY), count=len(batch) / 16)
+
+    runner = make_runner(step, images(FULL), 4, check="raise")
+    model = runner._workload.model
+    expected = full_batch_gradient(model, lambda m, b: box_losses(m, b)[0] / sum(EMPTY), images(EMPTY))
+    runner.accumulate(images(EMPTY))
+    assert relative_error(gradients_of(model), expected) < 1e-12
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("at", [2, 4, 8])
 def test_later_batches_are_asked_too(at):
     """The first ones have boxes in all images."""
@@ -371,9 +386,9 @@ def test_casts_of_a_comparison_are_not_kept():
             assert not torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("zero", [False, True])
-def test_among_several_ranks_a_loss_of_0_that_counts_is_warned_of(zero, caplog):
-    """The others wait for this one: it runs nothing again."""
+@pytest.mark.parametrize(("zero", "count", "warns"), [(False, 1, False), (True, 1, True), (True, 1 / 8, False)])
+def test_among_several_ranks_a_loss_of_0_that_counts_is_warned_of(zero, count, warns, caplog):
+    """The others wait for this one: it runs nothing again. A share of the step may have a loss of 0."""
     counts = StatedCounts()
     runner = make_runner(ADD_UP["tokens"][0], texts(FULL), 4)
     progress = runner._accumulation.begin([describe(texts(FULL))], 4, runner._accumulation.record())
@@ -381,10 +396,10 @@ def test_among_several_ranks_a_loss_of_0_that_counts_is_warned_of(zero, caplog):
     with caplog.at_level(logging.WARNING, "autobatch"):
         for _ in range(2):
             counts.begin()
-            loss = autobatch.Mean(torch.tensor(0.0 if zero else 0.5), count=1)
+            loss = autobatch.Mean(torch.tensor(0.0 if zero else 0.5), count=count)
             stated = [one for micro_batch in done for one in read_stated(micro_batch, loss)]
             counts.warn_of_zero_loss(find_doubtful(stated, done))
-    assert len(caplog.records) == zero
+    assert len(caplog.records) == warns
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["all of it", "one micro-batch"])

@@ -19,7 +19,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.lightning.logs import LogCall, read_call
 from autobatch.integrations.lightning.metrics import metrics_in
-from autobatch.step.losses import Part
+from autobatch.step.losses import Sum
 from autobatch.step.workload import Weigh
 
 __all__ = ["MicroBatchOutput", "ModuleStep", "StepOutputs", "hook_name"]
@@ -68,7 +68,7 @@ class ModuleStep:
     is_summed: bool = False
     refusal: str = ""
 
-    def run(self, _: Any, micro_batch: Any) -> torch.Tensor | Part:
+    def run(self, _: Any, micro_batch: Any) -> torch.Tensor | Sum:
         """Return the loss of one micro-batch, with its graph.
 
         Raises:
@@ -97,8 +97,13 @@ class ModuleStep:
         weight = float(size) if self.weigh is None else _sum_of(self.weigh(micro_batch))
         self.outputs.append(MicroBatchOutput(result.loss, size, weight, tuple(logged), result.extra))
         loss: torch.Tensor = result.closure_loss
-        # Lightning's DDP takes the mean over the ranks, and parts are added up over them.
-        return Part(loss / self.trainer.world_size) if self.is_summed else loss
+        # Lightning's DDP takes the mean over the ranks. Counts add up to 1, so nothing is divided twice.
+        return Sum(loss / self.trainer.world_size, self.share_of(micro_batch)) if self.is_summed else loss
+
+    def share_of(self, micro_batch: Any) -> float:
+        """Return the micro-batch's part of the samples of all ranks."""
+        of_all = describe(self.arguments["batch"]).count * int(self.trainer.world_size)
+        return describe(micro_batch).count / of_all
 
     def backward_with(self, optimizer: Any) -> Callable[[torch.Tensor], None]:
         """Lightning's backward pass: its hooks, precision and ``LightningModule.backward``."""

@@ -34,6 +34,7 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.records import Verdict
 from autobatch.result import StepResult
+from autobatch.step.workload import Weigh
 from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
 
@@ -300,7 +301,7 @@ class Optimization:
                 batch=batch,
                 step=self._step.run,
                 optimizer=optimizer,
-                weigh=options.weigh,
+                weigh=self._weigh(),
                 device=options.device,
                 **{**options.fit, **({"check": None} if is_open else {})},
             )
@@ -323,13 +324,18 @@ class Optimization:
             self._trainer.strategy.model,
             self._step.run,
             optimizer,
-            weigh=options.weigh,
+            weigh=self._weigh(),
             device=options.device,
             hooks=options.hooks,
             keep=self._kept(),
             backward=self._step.backward_with(optimizer),
         )
         return self.runner
+
+    def _weigh(self) -> Weigh | None:
+        """What a mean is over. Ranks have to know the total of a sum's shares before they divide by it."""
+        is_shared = self._step.is_summed and self._trainer.world_size > 1
+        return self._step.share_of if is_shared else self._options.weigh
 
     def _kept(self) -> list[Any]:
         """What a step changes outside the module."""

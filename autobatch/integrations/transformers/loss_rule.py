@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from autobatch.batch.layout import describe
-from autobatch.integrations.transformers.cuts import IGNORED, Cut
+from autobatch.integrations.transformers.cuts import IGNORED, Cut, count_rows
 from autobatch.integrations.transformers.trainer_step import TrainerStep
-from autobatch.step.losses import Part
+from autobatch.step.losses import Sum
 
 __all__ = [
     "READINGS",
@@ -88,12 +88,19 @@ class LossRule:
     def run(self, model: nn.Module, micro_batch: Any) -> Any:
         """The step, as ``fit`` and ``Runner`` take it."""
         loss = self.step.loss_of(model, self.cut.inputs_of(micro_batch))
-        return Part(loss * self.step.share) if self.reading == _DIVIDED else loss
+        # Counts add up to 1, so what was divided by the whole batch's count is not divided twice.
+        return Sum(loss * self.step.scale, self._share_of(micro_batch)) if self.reading == _DIVIDED else loss
 
     @property
     def weigh(self) -> Callable[[Any], Any] | None:
         """What a mean is over; ``None`` for samples."""
+        if self.reading == _DIVIDED and self.step.ranks > 1:
+            return self._share_of
         return self._count_labels if self.reading in (_SHIFTED, _LABELS) else None
+
+    def _share_of(self, micro_batch: Any) -> float:
+        """The micro-batch's part of the samples of all ranks."""
+        return describe(micro_batch).count / self.step.samples / self.step.ranks
 
     def _count_labels(self, micro_batch: Any) -> torch.Tensor:
         labels = self.cut.inputs_of(micro_batch)["labels"]
@@ -135,5 +142,5 @@ def class_labels(inputs: Any) -> torch.Tensor | None:
 
 
 def count_samples(inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> int:
-    """Samples of a batch; ``samples``: what it was made of, where that is known."""
-    return len(samples) if samples is not None else describe(inputs).count
+    """Samples of a batch, 1 where it cannot be divided; ``samples``: what it was made of, where that is known."""
+    return len(samples) if samples is not None else count_rows(inputs) or 1

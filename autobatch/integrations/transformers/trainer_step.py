@@ -46,6 +46,7 @@ class TrainerStep:
         trainer: Whose step it is.
         training_step: The Trainer's own.
         num_items: What the Trainer has counted in the whole batch, for its loss to be divided by.
+        samples: Number of samples in this rank's batch.
         ranks: How many there are.
         metrics: What it adds to the Trainer's metrics.
         logs: What it logs.
@@ -54,6 +55,7 @@ class TrainerStep:
     trainer: Any
     training_step: Callable[..., Any]
     num_items: Any = None
+    samples: int = 1
     ranks: int = 1
     metrics: StepMetrics = field(init=False)
     logs: TrainerLogs = field(init=False)
@@ -135,7 +137,7 @@ class TrainerStep:
             before.restore()
 
     @property
-    def share(self) -> float:
+    def scale(self) -> float:
         """What a loss that was divided by ``num_items`` is multiplied by, to add up over the ranks."""
         return 1.0 if self.trainer.args.average_tokens_across_devices else 1 / self.ranks
 

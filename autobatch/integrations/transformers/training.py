@@ -77,7 +77,7 @@ class TrainingStep:
     def __call__(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Add the gradient of a whole batch to ``.grad``, as the Trainer's own does; returns the loss."""
         samples = take_samples(inputs)
-        self._step.num_items = num_items_in_batch
+        self._step.num_items, self._step.samples = num_items_in_batch, count_samples(inputs, samples)
         rule, runner = self._find(model, inputs, samples)
         batch = self._try_twice(lambda: rule.cut.batch_of(inputs, samples, runner.micro_batch_size))
         self._step.metrics.begin()
