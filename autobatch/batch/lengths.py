@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 
 from autobatch._formatting import name_type, show_value
-from autobatch.batch.cut import Group, Lengths
-from autobatch.batch.layout import Layout, MicroBatch, Trim, describe
+from autobatch.batch.cut import Group, Lengths, MicroBatch
 from autobatch.batch.registry import find_type
+from autobatch.batch.samples import Layout, Trim, describe
 from autobatch.batch.tree import call_read_only, is_array
 from autobatch.errors import InvalidArgument
 from autobatch.records import Padding, SizeAtLength
@@ -131,9 +131,9 @@ class PlannedLengths:
     def sort(self, layout: Layout, values: Sequence[int]) -> Group:
         """Make a batch a group, equal lengths in the order they came in; raises as ``padded_length``."""
         if layout.count > 1:
-            layout.take(0, 1)  # raises where a list can be read in two ways
+            layout.take(range(1))  # raises where a list can be read in two ways
         rows = sort_rows(values)
-        return Group([layout], rows, self.read(layout, rows, values))
+        return Group(layout, rows, self.read(layout, rows, values))
 
     def read(self, layout: Layout, rows: Sequence[int], values: Sequence[int]) -> Lengths:
         """Return the lengths of these rows, and to what each would be trimmed; raises as ``padded_length``."""
@@ -203,7 +203,7 @@ class SamplesByLength:
         rows = sort_rows(values)
         lengths = PlannedLengths(cut, (), padding).read(example, rows, values)
         for index in sorted({0, (example.count - 1) // 2, example.count - 1}):
-            alone = MicroBatch([example], [rows[index]], lengths.trims[index], 1, 1, {})
+            alone = MicroBatch(example, [rows[index]], lengths.trims[index], 1, 1, {})
             check_trimmed(lengths, alone, [lengths.values[index]], alone.samples())
         return cls(example, values, padding, max(padded_length(example, padding, values), 1))
 

@@ -8,8 +8,8 @@ import torch
 
 from autobatch._formatting import format_bytes
 from autobatch.batch.example import find_example
-from autobatch.batch.layout import Layout, check_values
 from autobatch.batch.lengths import SamplesByLength
+from autobatch.batch.samples import Layout, check_values
 from autobatch.batch.tree import count_bytes, tensors_of
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import PlanRecalled, PlanRefused, TrialFinished, emit
@@ -58,7 +58,9 @@ def search(request: Request) -> Found:
         if batch.by_length is not None:
             by_length = batch.by_length
             sizes = confirmed.lengths if confirmed else _search_lengths(request, trials, by_length, size, smallest)
-    explained = [explain_default(workload.model, trials.samples.grow(2))] if workload.step is default_step else []
+    explained = (
+        [explain_default(workload.model, trials.samples.grown(2).batch)] if workload.step is default_step else []
+    )
     return Found(
         samples=target,
         size=size,

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from autobatch._formatting import name_type, plural, show_value
 from autobatch._user_errors import add_note
 from autobatch.batch.example import is_source
-from autobatch.batch.layout import Layout
 from autobatch.batch.lengths import ByLength, LengthOf
 from autobatch.batch.registry import Fields, find_type
+from autobatch.batch.samples import Layout
 from autobatch.batch.tree import field_names, is_array, leaves_of, map_tensors, tensors_of, with_fresh_containers
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
