@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import torch
 
 from autobatch._formatting import name_type, show_value
 from autobatch._wrappers import own_table
-from autobatch.batch.registry import find_type
+from autobatch.batch.registry import as_index, find_type
 from autobatch.batch.rules import Leaf
 from autobatch.batch.samples import Layout, Rows, Trim
 from autobatch.batch.tree import (
@@ -33,8 +32,8 @@ from autobatch.batch.tree import (
     with_items,
 )
 from autobatch.errors import InvalidArgument
-from autobatch.planning.lengths import divide_by_length, scale_of
 from autobatch.planning.planner import balance, least_size
+from autobatch.planning.sizes_by_length import divide_by_length, scale_of
 from autobatch.records import SizeAtLength
 
 CutFunction = Callable[[Any, int], Iterable[Any]]
@@ -120,7 +119,7 @@ def divide(group: Group, largest: int, smallest: int = 1) -> list[MicroBatch]:
         group: The samples.
         largest: The most samples of a micro-batch, exceeded only where the group cannot be cut otherwise without a
             micro-batch below ``smallest``. For samples by length it is the most at the shortest length that was
-            tried, and in proportion at others (``planning.lengths``).
+            tried, and in proportion at others (``planning.sizes_by_length``).
         smallest: The fewest samples that the model can run. A smaller group is one micro-batch; its error is the
             model's own.
     """
@@ -286,34 +285,27 @@ def _read_group(group: Any, count: int) -> list[int]:
             f"cut() gave {name_type(group)} as a group of samples: return lists of sample indices, such as "
             f"[[0, 2], [1, 3]]"
         )
-    return [_read_index(index, count) for index in listed]
-
-
-def _read_index(index: Any, count: int) -> int:
-    try:
-        row = -1 if isinstance(index, bool) else operator.index(index)
-    except TypeError:
-        row = -1
-    if not 0 <= row < count:
-        shown = show_value(index) if isinstance(index, bool | int | float | str) else name_type(index)
-        raise InvalidArgument(
-            f"cut() gave {shown} as the index of a sample: the batch has {count}, with the indices 0 to {count - 1}"
-        )
-    return row
+    rows = [as_index(index) for index in listed]
+    for index, row in zip(listed, rows, strict=True):
+        if not 0 <= row < count:
+            shown = show_value(index) if isinstance(index, bool | int | float | str) else name_type(index)
+            raise InvalidArgument(
+                f"cut() gave {shown} as the index of a sample: the batch has {count}, with the indices 0 to {count - 1}"
+            )
+    return rows
 
 
 def _check_each_once(groups: Sequence[Sequence[int]], count: int) -> None:
-    seen: set[int] = set()
-    for row in (row for rows in groups for row in rows):
-        if row in seen:
-            raise InvalidArgument(
-                f"cut() gave sample {row} twice: each sample of the batch belongs to one group, or the gradient would "
-                f"be that of another batch"
-            )
-        seen.add(row)
-    if len(seen) < count:
-        lost = next(row for row in range(count) if row not in seen)
+    times = Counter(row for rows in groups for row in rows)
+    twice = next((row for row, number in times.items() if number > 1), None)
+    if twice is not None:
         raise InvalidArgument(
-            f"cut() left out {count - len(seen)} of {count} samples, such as sample {lost}: each sample of the batch "
+            f"cut() gave sample {twice} twice: each sample of the batch belongs to one group, or the gradient would be "
+            f"that of another batch"
+        )
+    if len(times) < count:
+        lost = next(row for row in range(count) if row not in times)
+        raise InvalidArgument(
+            f"cut() left out {count - len(times)} of {count} samples, such as sample {lost}: each sample of the batch "
             f"belongs to one group, or the gradient would be that of another batch"
         )

@@ -207,6 +207,14 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     return batch if children is None else with_fields(batch, [map_tensors(child, function) for child in children])
 
 
+def copy_arrays(node: Any) -> Any:
+    """Return the tree in new containers with copies of its NumPy arrays, which count no writes; all else stays."""
+    children = children_of(node)
+    if children is not None:
+        return with_fields(node, [copy_arrays(child) for child in children])
+    return node.copy() if is_array(node) else node
+
+
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same values without a graph: a leaf that requires a gradient where the given tensor does."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

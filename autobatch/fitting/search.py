@@ -18,12 +18,12 @@ from autobatch.fitting.found import ExampleBatch, Found, Request
 from autobatch.fitting.probe import Probe
 from autobatch.planning.curve import fit_curve, growing_reserved
 from autobatch.planning.evidence import Question
-from autobatch.planning.lengths import choose_size as choose_size_at
-from autobatch.planning.lengths import halve_lengths, keep_useful
 from autobatch.planning.next_trial import choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import balance, least_size, useful_sizes
 from autobatch.planning.reuse import choose_remembered, why_not_confirmed
+from autobatch.planning.sizes_by_length import choose_size as choose_size_at
+from autobatch.planning.sizes_by_length import halve_lengths, keep_useful
 from autobatch.records import SizeAtLength, Trial
 from autobatch.report.advice import explain_refusal
 from autobatch.step.batch_norm import (

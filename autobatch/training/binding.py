@@ -19,9 +19,9 @@ from autobatch.distributed.sharded.model import divisor_of, has_shards
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
-from autobatch.planning.lengths import scale_curve, scale_ladder
 from autobatch.planning.pacing import CLEAN_STEPS, Pace
 from autobatch.planning.planner import compiled_ladder, eager_ladder
+from autobatch.planning.sizes_by_length import scale_curve, scale_ladder
 from autobatch.step.model_info import is_compiled, name_optimizer
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation
