@@ -11,7 +11,7 @@ from torch import nn
 
 from autobatch._arguments import check_switch
 from autobatch._wrappers import is_accumulating
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.distributed.ranks import all_or_none, find_ranks
 from autobatch.errors import InvalidArgument
 from autobatch.fitting.fit import fit

@@ -24,7 +24,7 @@ from machine import describe_card
 from tables import Table
 from torch import nn
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.batch.tree import map_tensors
 from autobatch.memory.cuda import uses_expandable_segments
 from autobatch.prediction.child_process import run_apart

@@ -21,7 +21,7 @@ import torch
 import torchvision_stub  # noqa: F401 - timm imports torchvision
 from tables import Table
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.prediction.cards import find_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.cudnn.convolution import Convolution

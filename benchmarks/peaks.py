@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autobatch.batch.layout import Layout, describe
+from autobatch.batch.samples import Layout, describe
 from autobatch.prediction.cards import Gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.cudnn.workspaces import Workspaces

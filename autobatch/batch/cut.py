@@ -1,17 +1,16 @@
 """Cuts the batches of a step into micro-batches.
 
-1. A division makes groups of samples that may run together. Each batch is a group (``cut_apart``), or neighbours are
-   joined (``cut_joined``), or the user's function makes groups (``cut_as_given``), or samples are sorted by length
+1. A division says which samples may run together. Each batch is a group (``cut_apart``), or neighbours are joined
+   (``cut_joined``), or the user's function makes groups (``cut_as_given``), or samples are sorted by length
    (``lengths.PlannedLengths``).
 2. ``divide`` makes each group as few micro-batches as can be, of at most the present size.
-3. The samples of a micro-batch are taken when its turn comes (``layout.MicroBatch``).
+3. ``MicroBatch.take`` takes its samples out of the batch when its turn comes.
 """
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -20,25 +19,73 @@ import torch
 
 from autobatch._formatting import name_type, show_value
 from autobatch._wrappers import own_table
-from autobatch.batch.layout import Layout, MicroBatch, Rows, Trim
-from autobatch.batch.registry import find_type
+from autobatch.batch.registry import as_index, find_type
+from autobatch.batch.rules import Leaf
+from autobatch.batch.samples import Layout, Rows, Trim
 from autobatch.batch.tree import (
-    Leaf,
     call_read_only,
     field_names,
     is_array,
+    is_sequence,
+    map_tensors,
+    with_fresh_containers,
+    with_items,
 )
 from autobatch.errors import InvalidArgument
 from autobatch.planning.division import balance, least_size
-from autobatch.planning.lengths import divide_by_length, scale_of
+from autobatch.planning.sizes_by_length import divide_by_length, scale_of
 from autobatch.records import SizeAtLength
 
 CutFunction = Callable[[Any, int], Iterable[Any]]
 """``cut(batch, largest)``: groups of sample indices, each a list, an array or a tensor of whole numbers."""
 
 
+class MicroBatch(NamedTuple):
+    """Samples that run together.
+
+    Attributes:
+        batch: The batch that they are of.
+        rows: The row of each sample.
+        trim: The part of padded dimensions that is left; ``None`` where nothing is trimmed.
+        size: Number of samples.
+        scale: The least size with which ``divide`` makes such a micro-batch: ``size``, but for samples by length.
+        weights: Count of its samples in each term's mean; the name ``""`` is every term.
+        counts: Whether any term is a mean over something in it.
+    """
+
+    batch: Layout
+    rows: Rows
+    trim: Trim | None
+    size: int
+    scale: int
+    weights: Mapping[str, float]
+    counts: bool = True
+
+    def samples(self) -> Any:
+        """Return its samples where they are, in new containers."""
+        return self.batch.rebuild(self.batch.select(self.rows, self.trim))
+
+    def take(self, move: Callable[[torch.Tensor], torch.Tensor], home: torch.device) -> Any:
+        """Return its samples on the device ``home``, in new containers.
+
+        Each tensor is a leaf, so that the step may ask for its gradient and none reaches the user's batch.
+        """
+        moved = []
+        for leaf, part in zip(self.batch.leaves, self.batch.select(self.rows, self.trim), strict=True):
+            if isinstance(leaf.value, torch.Tensor):
+                own = part.detach()
+                own = own if own.device == home else move(own)
+                moved.append(own.requires_grad_(leaf.value.requires_grad))
+            elif leaf.kind == "shared":
+                moved.append(part)
+            else:
+                mapped = map_tensors(part, lambda one: move(one.detach()).requires_grad_(one.requires_grad))
+                moved.append(with_fresh_containers(mapped))
+        return self.batch.rebuild(moved)
+
+
 class Lengths(NamedTuple):
-    """Samples of a group whose lengths are known, the longest first.
+    """Lengths of the samples of a group, the longest first.
 
     Attributes:
         values: The length of each sample.
@@ -54,15 +101,9 @@ class Lengths(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Samples that may run together.
+    """Samples of a batch that may run together, and their lengths where those are known."""
 
-    Attributes:
-        batches: The batch that they are of, or neighbouring batches that can be joined.
-        rows: The row of each sample; rows of a second batch count on.
-        lengths: How long they are, where that is known.
-    """
-
-    batches: Sequence[Layout]
+    batch: Layout
     rows: Rows
     lengths: Lengths | None = None
 
@@ -78,11 +119,11 @@ def divide(group: Group, largest: int, smallest: int = 1) -> list[MicroBatch]:
         group: The samples.
         largest: The most samples of a micro-batch, exceeded only where the group cannot be cut otherwise without a
             micro-batch below ``smallest``. For samples by length it is the most at the shortest length that was
-            tried, and in proportion at others (``planning.lengths``).
+            tried, and in proportion at others (``planning.sizes_by_length``).
         smallest: The fewest samples that the model can run. A smaller group is one micro-batch; its error is the
             model's own.
     """
-    batches, rows, lengths = group
+    batch, rows, lengths = group
     if lengths is None:
         total = len(rows)
         sizes = balance(total, max(largest, least_size(total, smallest)), min(total, smallest))
@@ -93,27 +134,22 @@ def divide(group: Group, largest: int, smallest: int = 1) -> list[MicroBatch]:
         start, trim, scale = stop - size, None, size
         if lengths is not None:
             trim, scale = lengths.trims[start], scale_of(size, lengths.values[start], lengths.sizes)
-        parts.append(MicroBatch(batches, _as_range(rows[start:stop]), trim, size, scale, {"": float(size)}))
+        own = rows[start:stop]
+        if isinstance(own, list) and own == [*range(own[0], own[0] + size)]:
+            own = range(own[0], own[0] + size)  # neighbours can be viewed
+        parts.append(MicroBatch(batch, own, trim, size, scale, {"": float(size)}))
     return parts
-
-
-def _as_range(rows: Rows) -> Rows:
-    """Return neighbours as a range: they can be viewed."""
-    if isinstance(rows, range):
-        return rows
-    neighbours = range(rows[0], rows[0] + len(rows))
-    return neighbours if rows == [*neighbours] else rows
 
 
 def number_rows(groups: Iterable[Group], micro_batches: Iterable[MicroBatch]) -> tuple[tuple[int, ...], ...]:
     """Return the samples of each micro-batch as rows of the step: those of a second batch count on."""
     firsts: dict[int, int] = {}
     count = 0
-    for batch in (batch for group in groups for batch in group.batches):
-        if id(batch) not in firsts:
-            firsts[id(batch)] = count
-            count += batch.count
-    return tuple(tuple(firsts[id(part.batches[0])] + row for row in part.rows) for part in micro_batches)
+    for group in groups:
+        if id(group.batch) not in firsts:
+            firsts[id(group.batch)] = count
+            count += group.batch.count
+    return tuple(tuple(firsts[id(part.batch)] + row for row in part.rows) for part in micro_batches)
 
 
 # -------------------------------------------------------------------------------------------------- equal micro-batches
@@ -121,7 +157,7 @@ def number_rows(groups: Iterable[Group], micro_batches: Iterable[MicroBatch]) ->
 
 def cut_apart(layouts: Sequence[Layout], _: int = 0) -> list[Group]:
     """Make each batch a group."""
-    return [Group([layout], range(layout.count)) for layout in layouts]
+    return [Group(layout, range(layout.count)) for layout in layouts]
 
 
 def cut_joined(layouts: Sequence[Layout], _: int = 0) -> list[Group]:
@@ -143,28 +179,54 @@ def cut_joined(layouts: Sequence[Layout], _: int = 0) -> list[Group]:
             runs[-1].append(layout)
         else:
             runs.append([layout])
-    return [Group(run, range(sum(layout.count for layout in run))) for run in runs]
+    return cut_apart([run[0] if len(run) == 1 else _Joined(run) for run in runs])
+
+
+class _Joined(Layout):
+    """Neighbouring batches as one; rows of a second batch count on."""
+
+    def __init__(self, batches: Sequence[Layout]) -> None:
+        super().__init__(batches[0].batch, sum(batch.count for batch in batches), batches[0].lists)
+        self._batches = batches
+
+    def select(self, rows: Rows, trim: Trim | None = None) -> list[Any]:
+        """List the leaves with these neighbouring rows: views where they are of one batch, else new tensors."""
+        found, begin = [], 0
+        for batch in self._batches:
+            low, high = max(rows[0] - begin, 0), min(rows[-1] + 1 - begin, batch.count)
+            if low < high:
+                found.append(batch.select(range(low, high), trim))
+            begin += batch.count
+        return [_join(leaf, parts) for leaf, parts in zip(self.leaves, zip(*found, strict=True), strict=True)]
+
+
+def _join(leaf: Leaf, parts: Sequence[Any]) -> Any:
+    """Make one part of several."""
+    if len(parts) == 1 or leaf.kind == "shared":
+        return parts[0]
+    if is_sequence(leaf.value):
+        return with_items(leaf.value, [entry for part in parts for entry in part])
+    if is_array(leaf.value):
+        return sys.modules["numpy"].concatenate(parts)
+    with torch.no_grad():  # a leaf, as every micro-batch's tensor is
+        return torch.cat([*parts]).requires_grad_(leaf.value.requires_grad)
 
 
 def _can_join(one: Layout, other: Layout) -> bool:
-    if len(one.leaves) != len(other.leaves) or not _have_same_containers(one.containers, other.containers):
-        return False
-    pairs = zip(one.leaves, other.leaves, strict=True)
-    return all(mine.path == its.path and mine.kind == its.kind and _are_alike(mine, its) for mine, its in pairs)
-
-
-def _have_same_containers(one: Any, other: Any) -> bool:
-    """Return whether both have the same types of containers, known ones, with as many entries."""
-    if one is None or other is None:
-        return one is other
-    (node, children), (twin, others) = one, other
+    pairs = list(zip(one.containers, other.containers, strict=False))
     return (
-        type(node) is type(twin)
-        and _holds_no_more(node)
-        and _holds_no_more(twin)
-        and len(children) == len(others)
-        and all(map(_have_same_containers, children, others))
+        len(one.containers) == len(other.containers)
+        and all(mine is its is None or _have_same_type(mine, its) for mine, its in pairs)
+        and all(_are_alike(mine, its) for mine, its in zip(one.leaves, other.leaves, strict=True))
     )
+
+
+def _have_same_type(mine: tuple[Any, int] | None, its: tuple[Any, int] | None) -> bool:
+    """Return whether both are containers of one type, a known one, with as many entries."""
+    if mine is None or its is None:
+        return False
+    (one, size), (other, number) = mine, its
+    return type(one) is type(other) and size == number and _holds_no_more(one) and _holds_no_more(other)
 
 
 def _holds_no_more(node: Any) -> bool:
@@ -179,23 +241,19 @@ def _holds_no_more(node: Any) -> bool:
 def _are_alike(mine: Leaf, its: Leaf) -> bool:
     """Return whether two leaves can be joined, or are the same for all samples."""
     one, other = mine.value, its.value
-    if type(one) is not type(other) or find_type(one) is not None or mine.kind == "unclear":
+    is_like = (mine.path, mine.kind, type(one)) == (its.path, its.kind, type(other))
+    if not is_like or find_type(one) is not None or mine.kind == "unclear":
         return False
     if mine.kind == "samples":
         return _holds_no_more(one) and _holds_no_more(other)
-    if isinstance(one, torch.Tensor) or is_array(one):
-        return _have_same_traits(one, other)
-    return isinstance(one, type(None) | bool | str) and bool(one == other)
-
-
-def _have_same_traits(one: Any, other: Any) -> bool:
-    """Return whether two tensors, or two arrays, differ in the number of rows at most."""
+    if not isinstance(one, torch.Tensor) and not is_array(one):
+        return isinstance(one, type(None) | bool | str) and bool(one == other)
     if not one.ndim or one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
         return False
     if is_array(one):
         return type(one) is sys.modules["numpy"].ndarray
-    are_dense = type(one) is torch.Tensor and one.layout is other.layout
-    return are_dense and (one.device, one.requires_grad) == (other.device, other.requires_grad)
+    has_no_more = type(one) is torch.Tensor and one.layout is other.layout
+    return has_no_more and (one.device, one.requires_grad) == (other.device, other.requires_grad)
 
 
 # ------------------------------------------------------------------------------------------------- the user's own cut
@@ -216,7 +274,7 @@ def cut_as_given(cut: CutFunction, layouts: Sequence[Layout], largest: int) -> l
             )
         found = [_read_group(group, layout.count) for group in returned]
         _check_each_once(found, layout.count)
-        groups += [Group([layout], rows) for rows in found if rows]
+        groups += [Group(layout, rows) for rows in found if rows]
     return groups
 
 
@@ -227,34 +285,27 @@ def _read_group(group: Any, count: int) -> list[int]:
             f"cut() gave {name_type(group)} as a group of samples: return lists of sample indices, such as "
             f"[[0, 2], [1, 3]]"
         )
-    return [_read_index(index, count) for index in listed]
-
-
-def _read_index(index: Any, count: int) -> int:
-    try:
-        row = -1 if isinstance(index, bool) else operator.index(index)
-    except TypeError:
-        row = -1
-    if not 0 <= row < count:
-        shown = show_value(index) if isinstance(index, bool | int | float | str) else name_type(index)
-        raise InvalidArgument(
-            f"cut() gave {shown} as the index of a sample: the batch has {count}, with the indices 0 to {count - 1}"
-        )
-    return row
+    rows = [as_index(index) for index in listed]
+    for index, row in zip(listed, rows, strict=True):
+        if not 0 <= row < count:
+            shown = show_value(index) if isinstance(index, bool | int | float | str) else name_type(index)
+            raise InvalidArgument(
+                f"cut() gave {shown} as the index of a sample: the batch has {count}, with the indices 0 to {count - 1}"
+            )
+    return rows
 
 
 def _check_each_once(groups: Sequence[Sequence[int]], count: int) -> None:
-    seen: set[int] = set()
-    for row in (row for rows in groups for row in rows):
-        if row in seen:
-            raise InvalidArgument(
-                f"cut() gave sample {row} twice: each sample of the batch belongs to one group, or the gradient would "
-                f"be that of another batch"
-            )
-        seen.add(row)
-    if len(seen) < count:
-        lost = next(row for row in range(count) if row not in seen)
+    times = Counter(row for rows in groups for row in rows)
+    twice = next((row for row, number in times.items() if number > 1), None)
+    if twice is not None:
         raise InvalidArgument(
-            f"cut() left out {count - len(seen)} of {count} samples, such as sample {lost}: each sample of the batch "
+            f"cut() gave sample {twice} twice: each sample of the batch belongs to one group, or the gradient would be "
+            f"that of another batch"
+        )
+    if len(times) < count:
+        lost = next(row for row in range(count) if row not in times)
+        raise InvalidArgument(
+            f"cut() left out {count - len(times)} of {count} samples, such as sample {lost}: each sample of the batch "
             f"belongs to one group, or the gradient would be that of another batch"
         )

@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
 
 from autobatch._wrappers import unwrap_model
-from autobatch.batch.layout import Layout, describe
 from autobatch.batch.lengths import ByLength
 from autobatch.batch.registry import ListReading, find_type
+from autobatch.batch.samples import Layout, describe
 from autobatch.batch.tree import count_elements, leaves_of, map_tensors
 from autobatch.errors import InvalidArgument, NeedsBatch
 
@@ -285,7 +285,7 @@ def infer_example(model: nn.Module) -> Any:
     example = _image_of(inner) if example is None else example
     example = _input_of_first_layer(inner) if example is None else example
     try:
-        one = describe(example).grow(1)
+        one = describe(example).grown(1).batch
     except InvalidArgument as error:
         raise NeedsBatch(f"{_name(inner)}.example_input_array is not a batch ({error}): pass batch=") from error
     device = next((held.device for held in (*inner.parameters(), *inner.buffers())), torch.device("cpu"))

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 
 from autobatch._formatting import name_type, show_value
-from autobatch.batch.cut import Group, Lengths
-from autobatch.batch.layout import Layout, MicroBatch, Trim, describe
+from autobatch.batch.cut import Group, Lengths, MicroBatch
 from autobatch.batch.registry import find_type
+from autobatch.batch.samples import Layout, Trim, describe
 from autobatch.batch.tree import call_read_only, is_array
 from autobatch.errors import InvalidArgument
 from autobatch.records import Padding, SizeAtLength
@@ -39,7 +39,7 @@ class ByLength:
 
     def read(self, batch: Any, count: int) -> list[int]:
         """Read the length of each sample; raises InvalidArgument where the function gave something else."""
-        return _read_answer(call_read_only("length_of", self.length_of, batch), count)
+        return read_answer(call_read_only("length_of", self.length_of, batch), count)
 
 
 def read_by_length(cut: Any) -> ByLength | None:
@@ -131,15 +131,11 @@ class PlannedLengths:
     def sort(self, layout: Layout, values: Sequence[int]) -> Group:
         """Make a batch a group, equal lengths in the order they came in; raises as ``padded_length``."""
         if layout.count > 1:
-            layout.take(0, 1)  # raises where a list can be read in two ways
-        rows = sort_rows(values)
-        return Group([layout], rows, self.read(layout, rows, values))
-
-    def read(self, layout: Layout, rows: Sequence[int], values: Sequence[int]) -> Lengths:
-        """Return the lengths of these rows, and to what each would be trimmed; raises as ``padded_length``."""
-        padded = padded_length(layout, self.padding, values)
+            layout.take(range(1))  # raises where a list can be read in two ways
+        padded, rows = padded_length(layout, self.padding, values), sort_rows(values)
         ordered = [values[row] for row in rows]
-        return Lengths(ordered, [self._trim(length, padded) for length in ordered], self.sizes, self.cut.read)
+        trims = [self._trim(length, padded) for length in ordered]
+        return Group(layout, rows, Lengths(ordered, trims, self.sizes, self.cut.read))
 
     def _trim(self, length: int, padded: int) -> Trim | None:
         """Return what is left of a micro-batch whose longest sample has this length; ``None`` for all of it."""
@@ -200,11 +196,11 @@ class SamplesByLength:
         """
         values = cut.read(example.batch, example.count)
         padding = find_padding(example, cut, values)
-        rows = sort_rows(values)
-        lengths = PlannedLengths(cut, (), padding).read(example, rows, values)
+        group = PlannedLengths(cut, (), padding).sort(example, values)
+        assert group.lengths is not None  # noqa: S101 - narrows for mypy
         for index in sorted({0, (example.count - 1) // 2, example.count - 1}):
-            alone = MicroBatch([example], [rows[index]], lengths.trims[index], 1, 1, {})
-            check_trimmed(lengths, alone, [lengths.values[index]], alone.samples())
+            alone = MicroBatch(example, [group.rows[index]], group.lengths.trims[index], 1, 1, {})
+            check_trimmed(group.lengths, alone, [group.lengths.values[index]], alone.samples())
         return cls(example, values, padding, max(padded_length(example, padding, values), 1))
 
     @property
@@ -232,7 +228,7 @@ class SamplesByLength:
         return layout.part(range(layout.count), Trim(self.padding, length)).batch
 
 
-def _read_answer(given: Any, count: int) -> list[int]:
+def read_answer(given: Any, count: int) -> list[int]:
     listed = given.tolist() if isinstance(given, torch.Tensor) or is_array(given) else given
     if not isinstance(listed, list | tuple):
         raise InvalidArgument(f"length_of() gave {name_type(given)}: return one whole number a sample, {_EXAMPLE}")

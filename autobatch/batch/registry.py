@@ -38,16 +38,12 @@ class BatchType:
     def count_samples(self, batch: Any) -> int:
         """Call the user's ``count``; raises InvalidArgument unless it returns an int of at least 0."""
         returned = self.count(batch)
-        try:
-            number = -1 if isinstance(returned, bool) else operator.index(returned)
-        except TypeError:
-            number = -1
-        if number < 0:
+        if as_index(returned) < 0:
             raise InvalidArgument(
                 f"count= of {self.type.__name__} returned {show_value(returned)}: it must return the number of "
                 f"samples, an int"
             )
-        return number
+        return as_index(returned)
 
     def take_samples(self, batch: Any, indices: Sequence[int]) -> Any:
         """Return the samples at these indices, which may repeat; raises InvalidArgument for another type or number."""
@@ -111,6 +107,14 @@ class BatchType:
 
         self.map_tensors(batch, collect)
         return found
+
+
+def as_index(value: Any) -> int:
+    """Return a whole number, of Python, NumPy or torch, as an int; -1 for all else."""
+    try:
+        return -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return -1
 
 
 _registered: dict[type, BatchType] = {}

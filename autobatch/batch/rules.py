@@ -46,7 +46,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -54,7 +54,7 @@ from torch.nn.utils.rnn import PackedSequence
 from autobatch._formatting import name_type, show_value
 from autobatch._wrappers import own_table
 from autobatch.batch.registry import ListReading, Marked, find_type
-from autobatch.batch.tree import Leaf, count_rows, field_names, fields_of, is_array, is_sequence, leaves_of
+from autobatch.batch.tree import count_rows, fields_of, is_array, is_record, is_sequence, leaves_of
 from autobatch.errors import InvalidArgument
 
 ROOT = "batch"
@@ -67,6 +67,21 @@ _KNOWN = (type(None), *_NUMBERS, bytes, str, *_UNORDERED, slice, torch.Tensor, t
 
 # How far an unknown object is looked into: torch_geometric's ``Data`` has its tensors in a dict in a store in it.
 _DEPTH, _WIDTH = 3, 64
+
+
+class Leaf(NamedTuple):
+    """One part of a batch that is taken apart no further.
+
+    Attributes:
+        path: Its place, such as ``batch["x"]``.
+        value: A tensor, an array, an object of a registered type, a list of samples, or anything else.
+        kind: ``"rows"`` and ``"samples"`` have one entry a sample, ``"shared"`` is the same for all samples.
+            ``"unclear"`` could be either, and is refused where the batch is divided. ``"open"`` is not decided yet.
+    """
+
+    path: str
+    value: Any
+    kind: Literal["rows", "samples", "fields", "unclear", "open", "shared"]
 
 
 # ------------------------------------------------------------------------------------------- the number of samples
@@ -364,11 +379,6 @@ def _match(one: Any, other: Any) -> bool:
         return are_alike(everything) and _have_one_structure(everything)
     named = dict(theirs)
     return dict(ours).keys() == named.keys() and all(_match(child, named[name]) for name, child in ours)
-
-
-def is_record(entry: Any) -> bool:
-    """Return whether it is a container with named fields: a mapping, a dataclass, a namedtuple."""
-    return find_type(entry) is None and (isinstance(entry, Mapping) or field_names(entry) is not None)
 
 
 def _is_labelled(entry: Any) -> bool:

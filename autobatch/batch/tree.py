@@ -1,6 +1,6 @@
-"""Takes batches apart and puts them together: mappings, lists, tuples and dataclasses, each of its own type.
+"""Walks containers and makes like ones: mappings, lists, tuples and dataclasses. Knows nothing of samples.
 
-No tensor is copied. ``torch.utils._pytree`` knows neither dataclasses nor a tokenizer's output, so it is not used here.
+No tensor is copied. ``torch.utils._pytree`` knows neither dataclasses nor a tokenizer's output.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -26,19 +26,7 @@ from autobatch.torch_internals.storages import bytes_of
 _WHOLE = (torch.Size, PackedSequence)
 
 
-class Leaf(NamedTuple):
-    """One part of a batch that is taken apart no further.
-
-    Attributes:
-        path: Its place, such as ``batch["x"]``.
-        value: A tensor, an array, an object of a registered type, a list of samples, or anything else.
-        kind: ``"rows"`` and ``"samples"`` have one entry a sample, ``"shared"`` is the same for all samples.
-            ``"unclear"`` could be either, and is refused where the batch is divided. ``"open"`` is not decided yet.
-    """
-
-    path: str
-    value: Any
-    kind: Literal["rows", "samples", "fields", "unclear", "open", "shared"]
+# ----------------------------------------------------------------------------------------------- what a node is
 
 
 def is_array(value: Any) -> bool:
@@ -61,6 +49,11 @@ def field_names(node: Any) -> list[str] | None:
     return None
 
 
+def is_record(entry: Any) -> bool:
+    """Return whether it is a container with named fields: a mapping, a dataclass, a namedtuple."""
+    return find_type(entry) is None and (isinstance(entry, Mapping) or field_names(entry) is not None)
+
+
 def has_rows(leaf: Any) -> bool:
     """Return whether it is a tensor or array with dimensions, or of a registered type."""
     return find_type(leaf) is not None or ((isinstance(leaf, torch.Tensor) or is_array(leaf)) and leaf.ndim > 0)
@@ -71,6 +64,9 @@ def count_rows(leaf: Any) -> int | None:
     if (registered := find_type(leaf)) is not None:
         return registered.count_samples(leaf)
     return int(leaf.shape[0]) if has_rows(leaf) else None
+
+
+# ---------------------------------------------------------------------------------------------------- what it holds
 
 
 def children_of(node: Any) -> list[Any] | None:
@@ -88,10 +84,7 @@ def children_of(node: Any) -> list[Any] | None:
 
 
 def fields_of(node: Any) -> list[tuple[str, Any]] | None:
-    """Return what a container holds, each with its part of a path (``'["x"]'``, ``"[0]"``, ``".x"``).
-
-    ``None`` for a leaf.
-    """
+    """Return what a container holds, each with its part of a path (``'["x"]'``, ``"[0]"``, ``".x"``), or ``None``."""
     children = children_of(node)
     if children is None:
         return None
@@ -111,34 +104,59 @@ def name_key(key: Any) -> str:
     return f'["{key}"]' if key.isidentifier() else f"[{json.dumps(key, ensure_ascii=False)}]"
 
 
+def leaves_of(node: Any) -> Iterator[Any]:
+    """Yield everything but containers, in order; for a registered type its tensors."""
+    children = children_of(node)
+    if children is None:
+        registered = None if isinstance(node, torch.Tensor) else find_type(node)
+        yield from [node] if registered is None else registered.tensors(node)
+        return
+    for child in children:
+        yield from leaves_of(child)
+
+
+def holds_registered(node: Any) -> bool:
+    """Return whether it is of a registered type, or a container with such an object anywhere in it."""
+    return find_type(node) is not None or any(holds_registered(child) for child in children_of(node) or ())
+
+
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of the tree, in order, also scalars and those inside lists of samples."""
+    return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
+
+
+def count_elements(batch: Any) -> int:
+    """Count the elements of all tensors and NumPy arrays."""
+    return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else leaf.size for leaf in _arrays_of(batch))
+
+
+def count_bytes(batch: Any) -> int:
+    """Count the bytes of all tensors and NumPy arrays; those that share memory count each."""
+    return sum(bytes_of(leaf) if isinstance(leaf, torch.Tensor) else int(leaf.nbytes) for leaf in _arrays_of(batch))
+
+
+def _arrays_of(batch: Any) -> Iterator[Any]:
+    return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
+
+
+# --------------------------------------------------------------------------------------------------- like containers
+
+
 def with_fields(node: Any, values: Sequence[Any]) -> Any:
-    """Return the same container with other values, in the order of ``fields_of``; itself where no value changes.
+    """Return a new container like this one, with other values, in the order of ``children_of``.
 
     Raises:
         InvalidArgument: A mapping of a foreign type cannot be made from a dict.
     """
-    is_same = all(new is old for new, old in zip(values, children_of(node) or [], strict=True))
-    return node if is_same else _rebuild(node, values)
-
-
-def with_new_fields(node: Any, values: Sequence[Any]) -> Any:
-    """Return a new container with these values, so that adding or popping an entry does not change the given one."""
-    is_plain = isinstance(node, dict | UserDict) or is_sequence(node)
-    return _rebuild(node, values) if is_plain else with_fields(node, values)
-
-
-def with_fresh_containers(node: Any) -> Any:
-    """Return the same tree in new containers."""
-    children = children_of(node)
-    return node if children is None else with_new_fields(node, [with_fresh_containers(child) for child in children])
-
-
-def _rebuild(node: Any, values: Sequence[Any]) -> Any:
+    if type(node) is dict:
+        return dict(zip(node, values, strict=True))
     if is_sequence(node):
         return with_items(node, values)
+    if all(new is old for new, old in zip(values, children_of(node) or [], strict=True)) and not _is_dict(node):
+        return node
     if isinstance(node, tuple):
         return type(node)._make(values)  # type: ignore[attr-defined]
-    if isinstance(node, Mapping) and not isinstance(node, dict | UserDict):
+    if isinstance(node, Mapping) and not _is_dict(node):
         # Not copied: a foreign mapping's copy may share its storage with the original, the user's batch.
         try:
             return type(node)(dict(zip(node, values, strict=True)))  # type: ignore[call-arg]
@@ -169,29 +187,18 @@ def with_items(node: Any, items: Sequence[Any]) -> Any:
     return changed
 
 
-def leaves_of(node: Any) -> Iterator[Any]:
-    """Yield everything but containers, in order; for a registered type its tensors."""
+def _is_dict(node: Any) -> bool:
+    return isinstance(node, dict | UserDict)
+
+
+def with_fresh_containers(node: Any) -> Any:
+    """Return the same tree in new containers, so that an entry added or popped there does not change this one."""
     children = children_of(node)
-    if children is None:
-        registered = None if isinstance(node, torch.Tensor) else find_type(node)
-        yield from [node] if registered is None else registered.tensors(node)
-        return
-    for child in children:
-        yield from leaves_of(child)
-
-
-def holds_registered(node: Any) -> bool:
-    """Return whether it is of a registered type, or a container with such an object anywhere in it."""
-    return find_type(node) is not None or any(map(holds_registered, children_of(node) or ()))
-
-
-def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor of the tree, in order, also scalars and those inside lists of samples."""
-    return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
+    return node if children is None else with_fields(node, [with_fresh_containers(child) for child in children])
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the same tree with ``function(tensor)`` for each tensor; all else stays."""
+    """Return the tree in new containers with ``function(tensor)`` for each tensor; all else stays."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if (registered := find_type(batch)) is not None:
@@ -200,36 +207,23 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     return batch if children is None else with_fields(batch, [map_tensors(child, function) for child in children])
 
 
+def copy_arrays(node: Any) -> Any:
+    """Return the tree in new containers with copies of its NumPy arrays, which count no writes; all else stays."""
+    children = children_of(node)
+    if children is not None:
+        return with_fields(node, [copy_arrays(child) for child in children])
+    return node.copy() if is_array(node) else node
+
+
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same values without a graph: a leaf that requires a gradient where the given tensor does."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def count_elements(batch: Any) -> int:
-    """Count the elements of all tensors and NumPy arrays."""
-    return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else leaf.size for leaf in _arrays_of(batch))
-
-
-def count_bytes(batch: Any) -> int:
-    """Count the bytes of all tensors and NumPy arrays; those that share memory count each."""
-    return sum(bytes_of(leaf) if isinstance(leaf, torch.Tensor) else int(leaf.nbytes) for leaf in _arrays_of(batch))
-
-
-def _arrays_of(batch: Any) -> Iterator[Any]:
-    return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
-
-
 def call_read_only(
     name: str, function: Callable[..., Any], batch: Any, *others: Any, called_by: str = "autobatch"
 ) -> Any:
-    """Call a function of the user that must not change the batch, such as ``weigh``.
-
-    Args:
-        name: The user's name for it.
-        function: The user's. It gets new containers with the same tensors.
-        batch: The first argument.
-        others: The other arguments.
-        called_by: Public function that calls it, for the note on an error of the user's.
+    """Call a function of the user that must not change the batch, such as ``weigh``, with new containers.
 
     Raises:
         InvalidArgument: It wrote into a tensor; NumPy arrays are not watched.

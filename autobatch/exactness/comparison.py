@@ -21,7 +21,7 @@ import torch
 
 from autobatch._formatting import plural
 from autobatch._user_errors import contextmanager
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.batch.tree import is_array, leaves_of, tensors_of
 from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.exactness.determinism import deterministic, full_precision, is_narrow, widened
@@ -265,7 +265,7 @@ def _read_generators(device: torch.device) -> bytes:
 
 
 def _differ(layout: Layout) -> bool:
-    rows = [[*leaves_of(layout.take(index, index + 1))] for index in range(layout.count)]
+    rows = [[*leaves_of(layout.take(range(index, index + 1)))] for index in range(layout.count)]
     return any(not all(map(_same, first, second)) for first, second in pairwise(rows))
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from autobatch._user_errors import contextmanager
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.batch.tree import map_tensors
 from autobatch.exactness.sample_numbers import SampleNumbers, running_frames
 from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch._user_errors import contextmanager
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.exactness.gradients import TOLERANCE, is_near, sample_values
 from autobatch.exactness.loss_weights import (
     EXPLAINS,
@@ -165,7 +165,7 @@ def _ignores_gradient(measured: Measurement) -> bool:
     if measured.doubled_error() <= TOLERANCE:
         return False
     half = max(1, measured.layout.count // 2)
-    doubled = Layout(measured.layout.pick([*range(half)] * 2), 2 * half, measured.layout.lists)
+    doubled = Layout(measured.layout.take([*range(half)] * 2), 2 * half, measured.layout.lists)
     twice = measured.renewing("all").on(doubled)
     alone, whole = twice.alone(range(half)), twice.whole_values()
     is_whole = alone is not None and is_near(alone, whole, EXPLAINS)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.batch.tree import fields_of, map_tensors
 from autobatch.errors import DoesNotFit
 from autobatch.exactness.gradients import TOLERANCE, is_near, relate

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autobatch._user_errors import contextmanager
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.batch.tree import as_leaf, map_tensors, tensors_of
 from autobatch.errors import DoesNotFit
 from autobatch.exactness.gradients import (
@@ -254,10 +254,8 @@ class Measurement:
 
     def part(self, rows: Sequence[int]) -> Layout:
         """Return these samples as a batch."""
-        is_view = isinstance(rows, range) and rows.step == 1
-        taken = self.layout.take(rows[0], rows[-1] + 1) if is_view else self.layout.pick([*rows])
         # Leaves: a registered type's own ``take`` may compute them from tensors that require a gradient.
-        return Layout(map_tensors(taken, as_leaf), len(rows), self.layout.lists)
+        return Layout(map_tensors(self.layout.take(rows), as_leaf), len(rows), self.layout.lists)
 
     def find_modules(self, partitions: Sequence[Parts]) -> tuple[ModuleError, ...]:
         """Return the modules with parameters that differ, and their error in the worst partition, the worst first."""

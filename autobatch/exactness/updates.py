@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autobatch._wrappers import members_of
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.errors import DoesNotFit
 from autobatch.exactness.determinism import deterministic, widened
 from autobatch.exactness.gradients import relate

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from autobatch.batch.example import find_example
-from autobatch.batch.layout import Layout, check_values
 from autobatch.batch.lengths import ByLength, SamplesByLength, read_by_length
+from autobatch.batch.samples import Layout, check_values
 from autobatch.distributed.data_parallel import module_of
 from autobatch.exactness.comparison import SplitComparison, unchecked
 from autobatch.exactness.partitions import Planned, divide_at_full_size, wholes_of

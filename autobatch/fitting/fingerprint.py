@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autobatch._wrappers import members_of
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.batch.tree import tensors_of
 from autobatch.records import DeviceInfo, Padding
 from autobatch.step.workload import Workload
@@ -45,7 +45,7 @@ def fingerprint(
         "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
         "step": _spell_code(workload.step),
         "weigh": _spell_code(workload.weigh),
-        "batch": [_spell("", tensor) for tensor in tensors_of(example.take(0, 1))],
+        "batch": [_spell("", tensor) for tensor in tensors_of(example.take(range(1)))],
         "optimizer": list(_spell_optimizer(workload.optimizer)),
         "precision": [
             torch.get_float32_matmul_precision(),

@@ -12,8 +12,8 @@ from autobatch._formatting import format_bytes
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, warn_of_wrapper
 from autobatch.batch.example import count_dataset
-from autobatch.batch.layout import Layout, dims_of
 from autobatch.batch.lengths import ByLength, SamplesByLength
+from autobatch.batch.samples import Layout, dims_of
 from autobatch.distributed.division import Division
 from autobatch.events import Hook, StageBegan, emit
 from autobatch.ledger.ledger import Ledger

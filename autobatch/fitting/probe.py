@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autobatch._user_errors import contextmanager, note_where
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.batch.tree import count_bytes, map_tensors, tensors_of
 from autobatch.distributed.division import SharedTrials
 from autobatch.errors import DoesNotFit

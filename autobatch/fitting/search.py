@@ -8,8 +8,8 @@ import torch
 
 from autobatch._formatting import format_bytes
 from autobatch.batch.example import find_example
-from autobatch.batch.layout import Layout, check_values
 from autobatch.batch.lengths import SamplesByLength
+from autobatch.batch.samples import Layout, check_values
 from autobatch.batch.tree import count_bytes, tensors_of
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import PlanRecalled, PlanRefused, TrialFinished, emit
@@ -19,11 +19,11 @@ from autobatch.fitting.probe import Probe
 from autobatch.planning.curve import fit_curve, growing_reserved
 from autobatch.planning.division import balance, least_size, useful_sizes
 from autobatch.planning.evidence import Question
-from autobatch.planning.lengths import choose_size as choose_size_at
-from autobatch.planning.lengths import halve_lengths, keep_useful
 from autobatch.planning.next_trial import choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.reuse import choose_remembered, why_not_confirmed
+from autobatch.planning.sizes_by_length import choose_size as choose_size_at
+from autobatch.planning.sizes_by_length import halve_lengths, keep_useful
 from autobatch.records import SizeAtLength, Trial
 from autobatch.report.advice import explain_refusal
 from autobatch.step.batch_norm import (
@@ -58,7 +58,9 @@ def search(request: Request) -> Found:
         if batch.by_length is not None:
             by_length = batch.by_length
             sizes = confirmed.lengths if confirmed else _search_lengths(request, trials, by_length, size, smallest)
-    explained = [explain_default(workload.model, trials.samples.grow(2))] if workload.step is default_step else []
+    explained = (
+        [explain_default(workload.model, trials.samples.grown(2).batch)] if workload.step is default_step else []
+    )
     return Found(
         samples=target,
         size=size,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autobatch._formatting import name_type, show_value
-from autobatch.batch.layout import refuse_meta
+from autobatch.batch.samples import refuse_meta
 from autobatch.distributed.ranks import world_size
 from autobatch.distributed.sharded.model import is_sharded
 from autobatch.errors import InvalidArgument

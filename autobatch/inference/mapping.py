@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, default_collate
 from autobatch._arguments import check_count, check_switch
 from autobatch._formatting import format_bytes
 from autobatch._user_errors import contextmanager
-from autobatch.batch.layout import describe
 from autobatch.batch.lengths import ByLength
+from autobatch.batch.samples import describe
 from autobatch.batch.tree import count_bytes
 from autobatch.errors import DoesNotFit
 from autobatch.events import Event, PieceRetried

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import nn
 
 from autobatch._formatting import format_bytes
 from autobatch._user_errors import add_note, contextmanager
-from autobatch.batch.tree import is_array, map_tensors
+from autobatch.batch.tree import map_tensors
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.events import Hook, MapFinished, PieceFinished, PieceRetried, emit
 from autobatch.inference.results import Indices, check_result
@@ -129,24 +129,21 @@ class PieceRunner:
     def _attempt(self, waiting: Waiting, indices: Indices, length: int) -> tuple[Done | None, str]:
         """Run these samples; if memory runs out, restore generators and return the reason."""
         tensors = [tensor for tensor in waiting.tensors(len(indices)) if not tensor.is_inference()]
-        versions, arrays = [tensor._version for tensor in tensors], _WatchedArrays(waiting.arrays(indices))
+        versions = [tensor._version for tensor in tensors]
         self.device.watch(tensors)
-        undo, wrote, before = None, False, self.device.usage()
+        undo, before = None, self.device.usage()
         self.device.reset_peak()
         started, handled, reason = time.perf_counter(), sys.exc_info()[1], ""
         try:
             # Generators only: buffers do not move in eval mode, and those of a quantized model are its weights.
             undo = Undo(None, self.device.torch_device)
-            try:
-                result = self._run(waiting, indices)
-            finally:
-                wrote = arrays.restore()  # also after an error: its sample is looked for in what was given
+            result = self._run(waiting, indices)
         except Exception as error:
             if not is_oom(error, handled=handled):
                 raise
             reason = describe_error(error, handled=handled)
         self._seconds += time.perf_counter() - started
-        if wrote or [tensor._version for tensor in tensors] != versions:
+        if [tensor._version for tensor in tensors] != versions:
             raise InvalidArgument(
                 "fn wrote into its batch in place, so a piece that is run again would see it changed; work on a copy"
             )
@@ -167,7 +164,7 @@ class PieceRunner:
             self.device.limit(self.allowance.budget_bytes),
             self.device.micro_batch(samples) or nullcontext(),
         ):
-            result = self.function(waiting.batch(indices, self.device))
+            result = self.function(waiting.batch(samples, self.device))
             check_result(result, samples)
             return result if self.to is None else map_tensors(result, lambda tensor: tensor.to(self.to))
 
@@ -265,22 +262,3 @@ def eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
                 module.train(mode)  # by the method, which a module may have of its own: LoRA layers unmerge there
             for layer, mode in modes:
                 layer.training = mode
-
-
-class _WatchedArrays:
-    """Copies of arrays, which count no writes, while a function runs on views of them.
-
-    Read-only views would be cheaper, but ``torch.from_numpy`` warns of them, and much compiled code takes none.
-    """
-
-    def __init__(self, leaves: Iterable[Any]) -> None:
-        """Copy those that are arrays and can be written into."""
-        self._pairs = [(leaf, leaf.copy()) for leaf in leaves if is_array(leaf) and leaf.flags.writeable]
-
-    def restore(self) -> bool:
-        """Undo what was written; returns whether something was."""
-        # Bits, not values: nan equals itself, and of objects it is asked whether they are the same.
-        written = [(array, copy) for array, copy in self._pairs if array.tobytes() != copy.tobytes()]
-        for array, copy in written:
-            array[...] = copy
-        return bool(written)

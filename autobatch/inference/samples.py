@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from autobatch._formatting import name_type, plural, show_value
 from autobatch._user_errors import add_note
 from autobatch.batch.example import is_source
-from autobatch.batch.layout import Layout
-from autobatch.batch.lengths import ByLength, LengthOf
+from autobatch.batch.lengths import ByLength, LengthOf, read_answer, sort_rows
 from autobatch.batch.registry import Fields, find_type
-from autobatch.batch.tree import field_names, is_array, leaves_of, map_tensors, tensors_of, with_fresh_containers
+from autobatch.batch.samples import Layout
+from autobatch.batch.tree import copy_arrays, field_names, is_array, map_tensors, tensors_of, with_fresh_containers
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 
@@ -40,19 +40,12 @@ class BatchSamples:
     """The samples of one batch that have not run, the longest first if lengths are known."""
 
     def __init__(self, layout: Layout, lengths: Lengths | None = None, first: int = 0) -> None:
-        """Sort them.
-
-        Args:
-            layout: The batch.
-            lengths: The lengths of its samples; a function is called once, with the batch.
-            first: The index of its first sample among all.
-        """
+        """Sort them; ``first`` is the index of the batch's first sample among all."""
         self._layout, self._position, self._first = layout, 0, first
-        self._has_arrays = any(map(is_array, leaves_of(layout.batch)))
         self._lengths = None if lengths is None else _measure_all(lengths, layout, first)
-        self._order: Sequence[int] = range(layout.count)
+        self._order: range | list[int] = range(layout.count)
         if self._lengths is not None:
-            self._order = sorted(self._order, key=[-length for length in self._lengths].__getitem__)
+            self._order = sort_rows(self._lengths)
 
     def head(self, piece: int) -> int | None:
         """Return the length of the next sample, 1 if lengths are not known; ``None`` where no sample is left.
@@ -70,15 +63,15 @@ class BatchSamples:
 
     def ready(self, samples: int) -> Indices:
         """Return the indices of the next samples: as many as asked for, or those that are left."""
-        rows = self._order[self._position : self._position + samples]
+        rows = self._next(samples)
         if isinstance(rows, range):
             return range(self._first + rows.start, self._first + rows.stop)
         return [self._first + row for row in rows]
 
-    def batch(self, indices: Indices, device: Device) -> Any:
-        """Return these samples, which ``ready`` gave, as a batch on the device; again after a shortage."""
-        part = self._layout.part(self._rows_of(indices))
-        return with_fresh_containers(map_tensors(part.batch, device.move_tensor))
+    def batch(self, samples: int, device: Device) -> Any:
+        """Return the next samples as a batch on the device; again after a shortage."""
+        part = self._layout.part(self._next(samples))
+        return with_fresh_containers(map_tensors(copy_arrays(part.batch), device.move_tensor))
 
     def drop(self, samples: int) -> None:
         """Pass over so many samples, which have run."""
@@ -88,18 +81,8 @@ class BatchSamples:
         """List the user's own tensors, of which a piece may be views."""
         return self._layout.tensors()
 
-    def arrays(self, indices: Indices) -> Iterable[Any]:
-        """Yield the user's own NumPy arrays, as far as a piece of these samples may be views of them."""
-        if not self._has_arrays:
-            return
-        rows = self._rows_of(indices)
-        for part in [rows] if isinstance(rows, range) else [range(row, row + 1) for row in rows]:
-            yield from filter(is_array, leaves_of(self._layout.part(part).batch))
-
-    def _rows_of(self, indices: Indices) -> Indices:
-        if isinstance(indices, range):
-            return range(indices.start - self._first, indices.stop - self._first)
-        return [index - self._first for index in indices]
+    def _next(self, samples: int) -> Indices:
+        return self._order[self._position : self._position + samples]
 
 
 class _Sample(NamedTuple):
@@ -141,9 +124,11 @@ class SingleSamples:
         indices = [sample.number for sample in islice(self._buffer, samples)]
         return indices if self._lengths is not None else range(indices[0], indices[-1] + 1)
 
-    def batch(self, indices: Indices, device: Device) -> Any:
+    def batch(self, samples: int, device: Device) -> Any:
         """Collate the samples, each time again."""
-        values = [sample.value for sample in islice(self._buffer, len(indices))]
+        values = [sample.value for sample in islice(self._buffer, samples)]
+        if self._collate is not default_collate:  # which makes new tensors
+            values = [copy_arrays(value) for value in values]
         return map_tensors(self._collate(values), device.move_tensor)
 
     def drop(self, samples: int) -> None:
@@ -154,13 +139,6 @@ class SingleSamples:
     def tensors(self, samples: int) -> Iterable[torch.Tensor]:
         """Yield the tensors of the samples, before they are collated."""
         return (tensor for sample in islice(self._buffer, samples) for tensor in tensors_of(sample.value))
-
-    def arrays(self, indices: Indices) -> Iterable[Any]:
-        """Yield the arrays of the samples, unless they are collated into new tensors."""
-        if self._collate is default_collate:
-            return ()
-        samples = islice(self._buffer, len(indices))
-        return (leaf for sample in samples for leaf in leaves_of(sample.value) if is_array(leaf))
 
     def _fill(self, samples: int) -> None:
         """Read until so many wait. An error of the iterable waits too, until those before it have run."""
@@ -262,16 +240,9 @@ def _measure_one(lengths: Lengths, index: int, sample: Any) -> int:
 
 def _measure_all(lengths: Lengths, layout: Layout, first: int) -> list[int]:
     """Return the lengths of a batch whose first sample has this index."""
-    if not callable(lengths):
-        return [_check_length(_look_up(lengths, first + row), first + row) for row in range(layout.count)]
-    given: Any = lengths(layout.batch)
-    listed = given.tolist() if hasattr(given, "tolist") else given
-    if not isinstance(listed, list | tuple) or len(listed) != layout.count:
-        raise InvalidArgument(
-            f"length_of() gave {name_type(given)} for a batch of {layout.count} samples: of one batch it returns one "
-            f'int a sample, such as lambda batch: batch["attention_mask"].sum(1)'
-        )
-    return [_check_length(length, first + row) for row, length in enumerate(listed)]
+    if callable(lengths):
+        return [max(length, 1) for length in read_answer(lengths(layout.batch), layout.count)]
+    return [_check_length(_look_up(lengths, first + row), first + row) for row in range(layout.count)]
 
 
 def _look_up(lengths: Sequence[int], index: int) -> Any:

@@ -23,7 +23,7 @@ from autobatch._formatting import show_value
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer
 from autobatch.batch.example import find_example
-from autobatch.batch.layout import Layout, dims_of
+from autobatch.batch.samples import Layout, dims_of
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook, StageBegan, emit
 from autobatch.events.event import progress_hooks

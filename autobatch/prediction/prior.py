@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.memory.cuda import uses_expandable_segments
 from autobatch.planning.evidence import Forecast
 from autobatch.prediction.cards import Gpu, make_gpu

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autobatch._formatting import plural
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook, StageBegan, emit
 from autobatch.prediction.child_process import begin_apart

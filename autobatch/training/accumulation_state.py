@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from autobatch._user_errors import note_where
-from autobatch.batch.cut import Group
-from autobatch.batch.layout import MicroBatch
+from autobatch.batch.cut import Group, MicroBatch
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.records import Phase
 from autobatch.training.loss_denominators import Denominators, DividedLoss

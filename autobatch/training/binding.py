@@ -20,8 +20,8 @@ from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.planning.division import compiled_ladder, eager_ladder
-from autobatch.planning.lengths import scale_curve, scale_ladder
 from autobatch.planning.pacing import CLEAN_STEPS, Pace
+from autobatch.planning.sizes_by_length import scale_curve, scale_ladder
 from autobatch.step.model_info import is_compiled, name_optimizer
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation

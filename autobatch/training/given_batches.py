@@ -8,9 +8,9 @@ from typing import Any
 
 from autobatch.batch.cut import Division, cut_apart, cut_as_given, cut_joined
 from autobatch.batch.example import is_source
-from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
 from autobatch.batch.lengths import ByLength, PlannedLengths, read_by_length
 from autobatch.batch.registry import ListReading
+from autobatch.batch.samples import Layout, describe, is_empty, is_one_batch
 from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
 from autobatch.step.model_info import is_compiled

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from autobatch._formatting import name_type, plural, show_value
-from autobatch.batch.layout import Layout, dims_of, is_empty, is_one_batch
+from autobatch.batch.samples import Layout, dims_of, is_empty, is_one_batch
 from autobatch.batch.tree import as_leaf, map_tensors
 from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.ranks import Ranks
@@ -136,7 +136,7 @@ class Pass:
 
 def _cut(layout: Layout, start: int, stop: int) -> Layout:
     """Samples ``start`` to ``stop`` as a batch, read as the whole is."""
-    taken = layout.take(start, stop)
+    taken = layout.take(range(start, stop))
     if any(tensor.requires_grad and tensor.is_leaf for tensor in layout.tensors()):
         taken = map_tensors(taken, lambda tensor: as_leaf(tensor) if tensor.requires_grad else tensor)
     return Layout(taken, stop - start, layout.lists)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from autobatch.batch.cut import Group
-from autobatch.batch.layout import Layout, MicroBatch, describe
+from autobatch.batch.cut import Group, MicroBatch
+from autobatch.batch.samples import Layout, describe
 from autobatch.batch.tree import map_tensors
 from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, PassDropped
 from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
@@ -226,7 +226,7 @@ class LockstepAccumulation(Accumulation):
     def _run_spare(self, spare: Layout, progress: AccumulationState) -> None:
         self._lockstep.start("forward")
         here = self._record()
-        (micro_batch,) = self._cut([Group([spare], range(self.smallest))], self.smallest)
+        (micro_batch,) = self._cut([Group(spare, range(self.smallest))], self.smallest)
         self._call_step(self._move(micro_batch))
         run_zero_backward(self._find_counted(progress))
         self._forget_graph()
@@ -251,5 +251,5 @@ def _count(progress: AccumulationState) -> int:
 
 def _copy_samples(layout: Layout, count: int) -> Layout:
     """Copy the first samples of a batch, repeated if it has fewer, for steps in which this rank has none."""
-    samples = map_tensors(layout.grow(count), lambda tensor: tensor.detach().clone())
+    samples = map_tensors(layout.grown(count).batch, lambda tensor: tensor.detach().clone())
     return describe(samples, layout.lists, count)

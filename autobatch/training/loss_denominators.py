@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from autobatch.batch.layout import MicroBatch
+from autobatch.batch.cut import MicroBatch
 from autobatch.errors import InvalidArgument
 from autobatch.step.losses import Term, read_terms
 from autobatch.training.micro_batches import sum_weights

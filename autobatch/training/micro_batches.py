@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from autobatch.batch.cut import Group, divide
-from autobatch.batch.layout import MicroBatch, refuse_meta
+from autobatch.batch.cut import Group, MicroBatch, divide
 from autobatch.batch.lengths import check_trimmed
+from autobatch.batch.samples import refuse_meta
 from autobatch.errors import InvalidArgument
 from autobatch.planning.division import least_size
 from autobatch.step.workload import Workload

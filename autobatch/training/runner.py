@@ -29,8 +29,8 @@ from torch import nn
 from autobatch._arguments import as_sequence
 from autobatch._wrappers import unwrap_members, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.cut import CutFunction, cut_apart, cut_joined, number_rows
-from autobatch.batch.layout import Layout
 from autobatch.batch.lengths import ByLength
+from autobatch.batch.samples import Layout
 from autobatch.distributed.ranks import (
     all_or_none,
     find_ranks,

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autobatch._formatting import plural
-from autobatch.batch.cut import Group, divide
-from autobatch.batch.layout import MicroBatch
+from autobatch.batch.cut import Group, MicroBatch, divide
 from autobatch.step.losses import counts_of, losses_of
 
 _LOG = logging.getLogger("autobatch")
@@ -148,7 +147,7 @@ def _count_again(micro_batches: Sequence[MicroBatch], largest: int, ask: Ask) ->
     rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
     trims = [micro_batch.trim for micro_batch in micro_batches]
     trim = None if None in trims else max(trims, key=lambda one: one.length if one else 0)
-    parts = divide(Group(micro_batches[0].batches, rows), largest)
+    parts = divide(Group(micro_batches[0].batch, rows), largest)
     return _add(counts_of(ask(part._replace(trim=trim))) for part in parts)
 
 
@@ -161,7 +160,7 @@ def _add(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _follows(one: MicroBatch, other: MicroBatch) -> bool:
-    return one.batches == other.batches and one.rows[0] == other.rows[-1] + 1
+    return one.batch is other.batch and one.rows[0] == other.rows[-1] + 1
 
 
 def _are_same(first: Mapping[str, float], second: Mapping[str, float], nothing: float) -> bool:

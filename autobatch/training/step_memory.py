@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from autobatch._user_errors import contextmanager
-from autobatch.batch.cut import Division
-from autobatch.batch.layout import Layout, MicroBatch
+from autobatch.batch.cut import Division, MicroBatch
+from autobatch.batch.samples import Layout
 from autobatch.errors import DoesNotFit
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.device import Device

@@ -16,7 +16,7 @@ import pytest
 import torch
 from workloads import full_batch_gradient, gradients_of, relative_error
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation

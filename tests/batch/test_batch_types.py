@@ -26,7 +26,7 @@ from workloads import cut
 
 import autobatch
 from autobatch.batch import registry
-from autobatch.batch.layout import describe, is_empty
+from autobatch.batch.samples import describe, is_empty
 from autobatch.batch.tree import count_elements, map_tensors, tensors_of
 from autobatch.batches import Fields, register
 from autobatch.errors import InvalidArgument
@@ -324,7 +324,7 @@ def test_cut_and_rejoined_a_registered_batch_is_the_same(lengths: list[int], dat
     parts = cut(layout, sizes)
     assert [row for part in parts for row in rows_of(part["r"])] == rows_of(batch["r"])
     assert [describe(part, layout.lists).count for part in parts] == sizes
-    grown = layout.grow(2 * len(lengths) + 1)
+    grown = layout.grown(2 * len(lengths) + 1).batch
     assert rows_of(grown["r"]) == (rows_of(batch["r"]) * 3)[: 2 * len(lengths) + 1]
     assert describe(grown, layout.lists).count == 2 * len(lengths) + 1
 
@@ -376,7 +376,7 @@ def test_a_registered_batch_is_fitted_run_and_verified(kind: type[Ragged]) -> No
     assert_exact(model, score, batch, 5)
     assert_exact(model, score, batch, 5, example=make_ragged(2, kind=kind))
     assert autobatch.verify(model, batch, score).exact
-    assert type(describe(batch).take(1, 3)) is kind
+    assert type(describe(batch).take(range(1, 3))) is kind
 
 
 def test_a_registered_batch_is_retried() -> None:
@@ -466,9 +466,9 @@ def test_a_registered_container_is_no_list_or_dict_any_more() -> None:
     register(Bag, count=lambda bag: len(bag["rows"]), take=lambda bag, at: Bag(rows=[bag["rows"][i] for i in at]))
     register(Column, count=len, take=lambda column, at: Column(column[i] for i in at))
     register(Tagged, count=lambda pair: pair.x.shape[1], take=lambda pair, at: Tagged(pair.x[:, at], pair.y))
-    assert describe(Bag(rows=[1, 2, 3])).take(0, 2) == Bag(rows=[1, 2])
-    assert describe({"c": Column([1, 2]), "x": torch.zeros(2)}).take(1, 2)["c"] == Column([2])
-    assert describe(Tagged(torch.zeros(5, 7), torch.zeros(5))).take(0, 4).x.shape == (5, 4)
+    assert describe(Bag(rows=[1, 2, 3])).take(range(2)) == Bag(rows=[1, 2])
+    assert describe({"c": Column([1, 2]), "x": torch.zeros(2)}).take(range(1, 2))["c"] == Column([2])
+    assert describe(Tagged(torch.zeros(5, 7), torch.zeros(5))).take(range(4)).x.shape == (5, 4)
 
 
 def test_one_registered_batch_is_one_batch() -> None:
@@ -681,7 +681,7 @@ def test_graphs_beside_tensors_are_not_passed_whole(beside: Callable[[Any], Any]
 def test_what_all_samples_share_may_hold_tensors() -> None:
     """An object of unknown type is shared as before, unless a tensor in it has a row for each sample."""
     batch = {"x": torch.zeros(4, 2), "graph": make_graphs(6)[0], "settings": SimpleNamespace(weights=torch.ones(3))}
-    part = describe(batch).take(0, 2)
+    part = describe(batch).take(range(2))
     assert part["graph"] is batch["graph"]
     assert part["settings"] is batch["settings"]
     with pytest.raises(InvalidArgument, match=r'batch\["settings"\] is a SimpleNamespace'):

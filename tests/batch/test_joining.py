@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.batch.cut import cut_apart, cut_joined, divide
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 
 
 class Pair(NamedTuple):
@@ -134,7 +134,7 @@ def test_any_part_is_that_of_a_loader_with_larger_batches(kind, counts, cuts):
     assert joined.rows == whole.rows
     bounds = sorted({0, len(joined.rows), *(cut % len(joined.rows) for cut in cuts)})
     for start, stop in pairwise(bounds):
-        assert same(make_part(joined, start, stop).samples(), whole.batches[0].take(start, stop))
+        assert same(make_part(joined, start, stop).samples(), whole.batch.take(range(start, stop)))
         assert same(*(make_micro_batch(layout, start, stop) for layout in (joined, whole)))
 
 
@@ -163,7 +163,7 @@ APART = {
 def test_what_is_not_known_to_be_one_batch_stays_apart(case):
     """Each is then divided by itself, as the very layout that it was."""
     layouts = describe_all(APART[case])
-    assert [group.batches for group in join(layouts)] == [[layout] for layout in layouts]
+    assert [group.batch for group in join(layouts)] == layouts
 
 
 def test_an_attribute_of_ones_own_keeps_batches_apart():
@@ -179,7 +179,7 @@ def test_only_neighbours_are_joined_in_their_order():
     layouts = describe_all([rows(2), rows(3, 2), rows(2, width=4), rows(1, 5), rows(4, 6)])
     joined = join(layouts)
     assert [len(group.rows) for group in joined] == [5, 2, 5]
-    assert joined[1].batches == [layouts[2]]
+    assert joined[1].batch is layouts[2]
     assert make_part(joined[2], 0, 5).samples()[:, 0].tolist() == [5, 6, 7, 8, 9]
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workloads import cut
 
-from autobatch.batch.layout import describe, is_empty
+from autobatch.batch.samples import describe, is_empty
 from autobatch.batch.tree import count_elements, fields_of, tensors_of
 from autobatch.errors import InvalidArgument
 from autobatch.planning.division import choose_rows
@@ -144,7 +144,7 @@ def test_split_gives_these_samples(case: tuple[list[int], Any, Build]) -> None:
     assert len(parts) == len(sizes)
     for size, stop, part in zip(sizes, stops, parts, strict=True):
         assert same(part, build(range(stop - size, stop)))
-        assert same(describe(batch).take(stop - size, stop), part)
+        assert same(describe(batch).take(range(stop - size, stop)), part)
 
 
 @st.composite
@@ -201,7 +201,7 @@ def test_grow_repeats_in_order(case: tuple[int, Build], n: int) -> None:
     """Sample i of a grown batch is sample i modulo the count, and the original is as it was."""
     count, build = case
     batch = build(range(count))
-    assert same(describe(batch).grow(n), build([index % count for index in range(n)]))
+    assert same(describe(batch).grown(n).batch, build([index % count for index in range(n)]))
     assert same(batch, build(range(count)))
 
 
@@ -211,7 +211,7 @@ def test_a_grown_batch_counts_what_was_asked(case: tuple[int, Build], n: int) ->
     count, build = case
     layout = describe(build(range(count)))
     assert layout.count == count
-    assert describe(layout.grow(n), layout.lists).count == n
+    assert describe(layout.grown(n).batch, layout.lists).count == n
 
 
 @given(batches())
@@ -219,14 +219,14 @@ def test_growing_by_nothing_views(case: tuple[int, Build]) -> None:
     """Up to the batch's own count a grown batch takes no memory."""
     count, build = case
     batch = build(range(count))
-    assert all(storages(describe(batch).grow(n)) <= storages(batch) for n in (1, count))
+    assert all(storages(describe(batch).grown(n).batch) <= storages(batch) for n in (1, count))
 
 
 def test_shared_things_are_the_same_objects() -> None:
     """Whatever has no samples is in every part and every grown batch by reference."""
     shared = {"config": Opaque(), "tags": ["a", "b"], "scale": torch.tensor(2.0), "mean": np.float32(0.5)}
     batch = {"x": torch.zeros(8), **shared, "nested": {"tags": shared["tags"]}}
-    for part in (*cut(describe(batch), [5, 3]), describe(batch).grow(20)):
+    for part in (*cut(describe(batch), [5, 3]), describe(batch).grown(20).batch):
         assert all(part[name] is value for name, value in shared.items() if name != "tags")
         assert part["tags"] == shared["tags"]
         assert part["nested"] == batch["nested"]
@@ -236,7 +236,7 @@ def test_arrays_are_viewed() -> None:
     """NumPy arrays are sliced, not copied, and stay arrays."""
     batch = np.arange(12).reshape(6, 2)
     assert all(np.shares_memory(part, batch) for part in cut(describe(batch), [4, 2]))
-    assert np.shares_memory(describe(batch).grow(3), batch)
+    assert np.shares_memory(describe(batch).grown(3).batch, batch)
 
 
 def test_the_whole_batch_is_itself() -> None:
@@ -252,7 +252,7 @@ def test_the_whole_batch_is_itself() -> None:
 )
 def test_grow_keeps_memory_format(shape: tuple[int, ...], memory_format: torch.memory_format, n: int) -> None:
     """A channels-last tensor grows channels last."""
-    grown = describe(torch.rand(shape).to(memory_format=memory_format)).grow(n)
+    grown = describe(torch.rand(shape).to(memory_format=memory_format)).grown(n).batch
     assert grown.is_contiguous(memory_format=memory_format)
 
 
@@ -260,7 +260,7 @@ def test_grow_keeps_memory_format(shape: tuple[int, ...], memory_format: torch.m
 def test_growing_keeps_requires_grad_and_reaches_no_original(n: int) -> None:
     """A grown input requires a gradient as its original does, and keeps it to itself."""
     batch = {"x": torch.ones(2, requires_grad=True), "y": torch.ones(2)}
-    grown = describe(batch).grow(n)
+    grown = describe(batch).grown(n).batch
     assert (grown["x"].requires_grad, grown["y"].requires_grad) == (True, False)
     grown["x"].sum().backward()
     assert batch["x"].grad is None
@@ -277,7 +277,7 @@ def test_parts_reach_the_original() -> None:
 def test_leaves_that_share_memory() -> None:
     """The same tensor twice is split twice, alike."""
     x = torch.arange(4)
-    part = describe({"x": x, "again": x, "turned": x.flip(0)}).take(1, 3)
+    part = describe({"x": x, "again": x, "turned": x.flip(0)}).take(range(1, 3))
     assert (part["x"].tolist(), part["again"].tolist(), part["turned"].tolist()) == ([1, 2], [1, 2], [2, 1])
 
 
@@ -313,13 +313,13 @@ def test_spread_takes_both_kinds_of_a_batch_of_runs_in_turn(run: int) -> None:
 def test_slices_stay_inside(start: int, stop: int) -> None:
     """A range that is empty or leaves the batch is refused."""
     with pytest.raises(InvalidArgument, match="of a batch of 8"):
-        describe(torch.zeros(8)).take(start, stop)
+        describe(torch.zeros(8)).take(range(start, stop))
 
 
 def test_no_batch_of_nothing() -> None:
     """A batch cannot be grown to no samples."""
     with pytest.raises(InvalidArgument, match="0 samples"):
-        describe(torch.zeros(8)).grow(0)
+        describe(torch.zeros(8)).grown(0)
 
 
 def test_an_unclear_list_is_counted_and_not_divided() -> None:
@@ -327,7 +327,7 @@ def test_an_unclear_list_is_counted_and_not_divided() -> None:
     batch = {"x": torch.zeros(2), "pair": [torch.zeros(2), torch.zeros(2)]}
     assert describe(batch).count == 2
     assert cut(describe(batch), [2])[0] is batch
-    for divide in (lambda: cut(describe(batch), [1, 1]), lambda: describe(batch).grow(4)):
+    for divide in (lambda: cut(describe(batch), [1, 1]), lambda: describe(batch).grown(4).batch):
         with pytest.raises(InvalidArgument, match=r'batch\["pair"\] has 2 entries, every tensor in it has 2 rows'):
             divide()
 
@@ -336,24 +336,24 @@ def test_a_batch_is_divided_as_an_earlier_one_was() -> None:
     """After a batch that showed its list to be fields, two samples of the same kind divide as fields."""
     earlier = describe({"x": torch.zeros(8), "pair": [torch.zeros(8), torch.zeros(8)]})
     later = describe({"x": torch.zeros(2), "pair": [torch.zeros(2), torch.zeros(2)]}, earlier.lists)
-    assert [len(tensor) for tensor in later.take(0, 1)["pair"]] == [1, 1]
+    assert [len(tensor) for tensor in later.take(range(1))["pair"]] == [1, 1]
 
 
 def test_a_tokenizers_encoding_stays_one() -> None:
     """A BatchEncoding of transformers keeps its type and what it holds beside its tensors."""
     transformers = pytest.importorskip("transformers")
     encoding = transformers.BatchEncoding({"input_ids": torch.arange(12).reshape(4, 3)}, prepend_batch_axis=False)
-    part = describe(encoding).take(1, 3)
+    part = describe(encoding).take(range(1, 3))
     assert type(part) is transformers.BatchEncoding
     assert part.input_ids.tolist() == [[3, 4, 5], [6, 7, 8]]
     assert encoding.input_ids.shape == (4, 3)
-    assert describe(encoding).grow(9)["input_ids"].shape == (9, 3)
+    assert describe(encoding).grown(9).batch["input_ids"].shape == (9, 3)
 
 
 def test_a_models_output_stays_one() -> None:
     """A ModelOutput of transformers, at once a dict and a dataclass, is split in both guises."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
-    part = describe(outputs.BaseModelOutput(last_hidden_state=torch.arange(4))).take(1, 2)
+    part = describe(outputs.BaseModelOutput(last_hidden_state=torch.arange(4))).take(range(1, 2))
     assert part.last_hidden_state.tolist() == [1]
     assert part["last_hidden_state"].tolist() == [1]
 
@@ -361,7 +361,7 @@ def test_a_models_output_stays_one() -> None:
 def test_elements_grow_with_samples() -> None:
     """Twice the samples have twice the elements."""
     batch = (torch.zeros(4, 3), [{"boxes": torch.zeros(index, 4)} for index in range(4)])
-    assert count_elements(describe(batch).grow(8)) == 2 * count_elements(batch) == 2 * (12 + 24)
+    assert count_elements(describe(batch).grown(8).batch) == 2 * count_elements(batch) == 2 * (12 + 24)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.batches import Fields, Samples
 from autobatch.errors import InvalidArgument
 

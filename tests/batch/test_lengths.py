@@ -8,7 +8,6 @@ import torch
 from texts import LENGTHS, length_of, make_texts
 
 from autobatch import by_length
-from autobatch.batch.layout import Trim, describe
 from autobatch.batch.lengths import (
     ByLength,
     PlannedLengths,
@@ -17,6 +16,7 @@ from autobatch.batch.lengths import (
     padded_length,
     read_by_length,
 )
+from autobatch.batch.samples import Trim, describe
 from autobatch.errors import InvalidArgument
 from autobatch.records import Padding
 
@@ -117,7 +117,7 @@ def test_samples_in_lists_have_nothing_to_trim():
     samples = SamplesByLength.read(describe(batch), lengths)
     assert (samples.padding, samples.longest) == (Padding(), 10)
     group = sort(batch, samples.values, samples.padding)
-    part = group.batches[0].part(group.rows[:2], group.lengths.trims[0]).batch
+    part = group.batch.part(group.rows[:2], group.lengths.trims[0]).batch
     assert [len(text) for text in part["texts"]] == [10, 6]
     assert part["labels"].tolist() == [1, 2]
     assert samples.at(8)[1] == 6
@@ -129,7 +129,7 @@ def test_a_part_of_the_example_is_trimmed_and_the_whole_is_not():
     batch = make_texts()
     samples, cut = SamplesByLength(describe(batch), LENGTHS, Padding(dims=ONE), L), by_length(length_of)
     assert samples.trim(batch, cut, N) is batch
-    assert samples.trim(describe(batch).take(1, 4), cut, N)["tokens"].shape == (3, 17)
+    assert samples.trim(describe(batch).take(range(1, 4)), cut, N)["tokens"].shape == (3, 17)
 
 
 def test_all_samples_are_trimmed_too():
@@ -137,7 +137,7 @@ def test_all_samples_are_trimmed_too():
     group = sort(make_texts(padded=40), LENGTHS, Padding(dims=ONE))
     assert group.lengths.trims[0].length == L
     assert group.lengths.values == sorted(LENGTHS, reverse=True)
-    assert gather(group.batches[0], group.rows, *group.lengths.trims[0])["tokens"].shape == (N, L)
+    assert gather(group.batch, group.rows, *group.lengths.trims[0])["tokens"].shape == (N, L)
 
 
 def test_equal_lengths_stay_in_their_order():

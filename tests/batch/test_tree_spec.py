@@ -10,7 +10,7 @@ import torch
 from workloads import cut
 
 from autobatch.batch.cut import Group, divide
-from autobatch.batch.layout import Layout, describe
+from autobatch.batch.samples import Layout, describe
 from autobatch.errors import InvalidArgument
 
 pytestmark = pytest.mark.quick
@@ -84,7 +84,7 @@ def test_micro_batches_are_those_of_the_rules(name, sizes):
     layout = describe(batch, describe(batch).lists)
     start = 0
     for size, expected in zip(sizes, cut(layout, sizes), strict=True):
-        [part] = divide(Group([layout], range(start, start + size)), size)
+        [part] = divide(Group(layout, range(start, start + size)), size)
         found = part.take(lambda tensor: tensor, torch.device("cpu"))
         ours, theirs = Layout(found, size, {}).tensors(), Layout(expected, size, {}).tensors()
         for one, other in zip(ours, theirs, strict=True):
@@ -99,7 +99,7 @@ def test_tensors_that_want_a_gradient_get_one_of_their_own():
     """None is added up in the user's batch."""
     batch = rows().requires_grad_(), torch.arange(4)
     layout = describe(batch)
-    [part] = divide(Group([layout], range(4)), 4)
+    [part] = divide(Group(layout, range(4)), 4)
     inputs, _ = part.take(lambda tensor: tensor, torch.device("cpu"))
     inputs.sum().backward()
     assert inputs.grad is not None

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import distributed as ddp
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.parallelism import Parallelism, find_units
 from autobatch.prediction.timeline import Timeline, align

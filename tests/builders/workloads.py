@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 
 
 class Everything(nn.Module):
@@ -67,7 +67,7 @@ def make_batch(samples: int, dtype: torch.dtype = torch.float32, seed: int = 1) 
 
 def cut(layout: Layout, sizes: Sequence[int]) -> list[Any]:
     """Consecutive parts of these sizes, which sum to the number of samples."""
-    return [layout.take(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+    return [layout.take(range(stop - size, stop)) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def mean_step(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.exactness.gradients import TOLERANCE, Scales, distances, norms
 from autobatch.exactness.loss_weights import units_of
 from autobatch.exactness.partitions import partitions_of
@@ -77,5 +77,5 @@ def test_units_of_samples_in_lists_are_counted_in_any_part():
     units = list(units_of(layout))
     assert any(unit.code == 'sum(len(item["boxes"]) for item in batch["targets"])' for unit in units)
     for unit in units:
-        for part in (batch, layout.take(1, 2), layout.take(2, 4)):
+        for part in (batch, layout.take(range(1, 2)), layout.take(range(2, 4))):
             assert unit.count(part) == float(eval(unit.code, {"batch": part}))

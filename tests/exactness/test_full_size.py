@@ -22,7 +22,7 @@ from workloads import (
 )
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import InexactSplit
 from autobatch.exactness.comparison import SplitComparison
 from autobatch.exactness.partitions import Planned, divide_at_full_size, halvings, wholes_of

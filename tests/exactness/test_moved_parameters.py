@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import InexactSplit
 from autobatch.exactness.determinism import deterministic
 from autobatch.exactness.measurement import Measurement

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.fitting.fingerprint import fingerprint
 from autobatch.records import DeviceInfo, Tenant
 from autobatch.step.workload import Workload
@@ -240,7 +240,7 @@ SCRIPT = """
 import torch
 from torch import nn
 from autobatch.records import DeviceInfo
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.fitting.fingerprint import fingerprint
 from autobatch.step.workload import Workload
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from workloads import Everything, bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.fitting.probe import Probe, Readings
 from autobatch.memory.cpu import CpuDevice
 from autobatch.records import MemoryUsage

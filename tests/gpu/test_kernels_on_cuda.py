@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.local_card import read_card

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.integrations.transformers.cuts import IGNORED, CollatedSamples, Rows, TrimmedRows
 from autobatch.integrations.transformers.samples import SampleKeeper, take_samples
 
@@ -39,7 +39,7 @@ def test_rows_without_padding_have_every_token_once(lengths, size):
     cut, layout = TrimmedRows(), describe(TrimmedRows().batch_of(collate(samples), samples))
     tokens = []
     for start in range(0, layout.count, size):
-        inputs = cut.inputs_of(layout.take(start, min(layout.count, start + size)))
+        inputs = cut.inputs_of(layout.take(range(start, min(layout.count, start + size))))
         used = inputs["attention_mask"].sum(1)
         assert inputs["input_ids"].shape[1] == used.max()
         assert torch.equal(inputs["labels"] != IGNORED, inputs["attention_mask"].bool())
@@ -101,8 +101,8 @@ def test_samples_are_collated_when_their_turn_comes():
     cut, whole = CollatedSamples(collate), collate(samples)
     layout = describe(cut.batch_of(whole, samples))
     assert layout.count == 3
-    assert cut.inputs_of(layout.take(0, 3)) == whole
-    part = cut.inputs_of(layout.take(2, 3))
+    assert cut.inputs_of(layout.take(range(3))) == whole
+    part = cut.inputs_of(layout.take(range(2, 3)))
     assert part["input_ids"].tolist() == [samples[2]]
 
 

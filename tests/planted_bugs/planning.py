@@ -72,8 +72,8 @@ def every_trial_confirms_a_plan(real, plan, trial, limit_bytes):
 
 
 @bug(
-    "autobatch.planning.lengths.edge_above",
-    "tests/planning/test_lengths.py::test_a_longer_sample_than_any_that_was_tried_is_refused",
+    "autobatch.planning.sizes_by_length.edge_above",
+    "tests/planning/test_sizes_by_length.py::test_a_longer_sample_than_any_that_was_tried_is_refused",
 )
 def long_samples_run_as_many_as_short_ones(real, sizes, length):
     """A micro-batch of long texts has as many as ran of short ones."""

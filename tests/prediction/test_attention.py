@@ -7,7 +7,7 @@ import torch
 from nets import GPT, step, tokens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.attention import Attention, choose_kernel
 from autobatch.prediction.tracing.trace import trace

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.default_step import default_step

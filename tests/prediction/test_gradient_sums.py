@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.prediction.tracing import gradient_sums
 from autobatch.prediction.tracing.fake_device import present
 from autobatch.prediction.tracing.gradient_sums import sole_holder

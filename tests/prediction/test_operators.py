@@ -7,7 +7,7 @@ import torch
 from nets import GPT, ConvNet, images, step, tokens
 from torch import nn
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.prediction.tracing.operators import Operators
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload

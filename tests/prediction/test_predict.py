@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from workloads import bits_of, differences
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
 from autobatch.prediction import estimate, retrace
 from autobatch.prediction.allocator import simulate

@@ -19,7 +19,7 @@ from torch import nn
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.planning.division import useful_sizes
 from autobatch.planning.evidence import Question
 from autobatch.planning.next_trial import choose_size, most_trials, next_size

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.recurrent import Recurrence, reserve_bytes, workspace_bytes
 from autobatch.prediction.tracing.trace import trace, trace_timeline

@@ -9,7 +9,7 @@ from torch import nn
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.step_parts import find_parts, has_parts, without_second_micro_batch

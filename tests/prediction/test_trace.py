@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from workloads import bits_of, differences
 
 import autobatch.prediction.tracing.trace as trace_module
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.retrace import check_timeline

@@ -8,7 +8,7 @@ from nets import GPT, step, tokens
 from torch import nn
 from workloads import Plain, make_batch, mean_step
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.prediction.allocator import simulate
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate

@@ -12,7 +12,7 @@ from torch import nn
 from workloads import Plain
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.prediction.what_if import EightBitAdam, _checkpointed, _traced_ways, other_optimizers, repeated_blocks

@@ -27,7 +27,7 @@ from workloads import (
     relative_error,
 )
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.losses import Mean

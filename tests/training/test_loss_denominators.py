@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from workloads import Plain, bits_of, differences, full_batch_gradient, gradients_of, make_batch, relative_error
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.losses import Mean, PerStep, Sum

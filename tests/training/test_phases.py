@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from workloads import make_batch
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import DoesNotFit
 from autobatch.fitting.probe import Probe
 from autobatch.step.workload import Workload

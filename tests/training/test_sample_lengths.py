@@ -457,8 +457,8 @@ def test_weights_that_count_padding_are_refused():
 def test_a_compiled_step_sees_few_shapes():
     """Samples are trimmed to lengths that were tried, not to every length there is."""
     from autobatch.batch.cut import divide
-    from autobatch.batch.layout import describe
     from autobatch.batch.lengths import PlannedLengths
+    from autobatch.batch.samples import describe
 
     planned = PlannedLengths(by_length(length_of), SIZES, Padding(dims=DIMS), trims_to_edges=True)
     [group] = planned([describe(make_texts())])

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from workloads import bits_of, differences, full_batch_gradient, gradients_of, relative_error
 
 import autobatch
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
 from autobatch.training.stated_counts import StatedCounts, find_doubtful, read_stated
 

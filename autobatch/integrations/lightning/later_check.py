@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.batch.tree import leaves_of
 from autobatch.integrations.lightning.outputs import is_equal
 from autobatch.records import Verdict
@@ -43,5 +43,5 @@ def are_alike(batch: Any) -> bool:
     """Return whether all samples of a batch are the same: such a batch does not show whether splitting is exact."""
     layout = describe(batch)
     few = layout.spread(min(layout.count, _MOST_SAMPLES))
-    first, *others = [[*leaves_of(few.take(index, index + 1))] for index in range(few.count)]
+    first, *others = [[*leaves_of(few.take(range(index, index + 1)))] for index in range(few.count)]
     return bool(others) and all(all(map(is_equal, first, other)) for other in others)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autobatch.batch.layout import Layout, describe
+from autobatch.batch.samples import Layout, describe
 from autobatch.batch.tree import map_tensors
 from autobatch.exactness.determinism import deterministic, widen
 from autobatch.exactness.sample_numbers import SampleNumbers
@@ -177,7 +177,7 @@ def _try(
     module, count = step.module, sum(sizes)
     try:
         with deterministic(module, [*module.parameters()]) if is_held else nullcontext() as random:
-            batch = layout.take(0, count)
+            batch = layout.take(range(count))
             few = Layout(map_tensors(batch, widen) if is_held else batch, count, layout.lists)
             # Only now: it would put back the rates of dropout.
             before = Undo(module, next(module.parameters()).device, keep=objects)
@@ -219,7 +219,7 @@ def _run(step: ModuleStep, few: Layout, sizes: Sequence[int], before: Undo, rand
         with before.watch(WrittenMemory(), few.tensors()):  # a metric may add to its tensors in place
             if random is not None:
                 random.begin(range(start, stop), few.count)
-            step.run(step.module, few.take(start, stop))
+            step.run(step.module, few.take(range(start, stop)))
     if random is not None:
         random.end()
     numbers = _numbers_of(step.outputs)

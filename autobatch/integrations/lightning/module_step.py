@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.lightning.logs import LogCall, read_call

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.distributed.ranks import all_or_none, find_ranks
 from autobatch.errors import AutobatchError, DoesNotFit, InexactSplit, InvalidArgument
 from autobatch.exactness.verification import verify

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.batch.tree import map_tensors
 from autobatch.errors import InvalidArgument
 from autobatch.integrations.transformers.samples import Collated, copy_samples

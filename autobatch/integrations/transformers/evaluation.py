@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from transformers.trainer_pt_utils import nested_concat
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.integrations.transformers.cuts import count_rows
 from autobatch.integrations.transformers.evaluation_loss import (
     EvaluationKind,
@@ -224,7 +224,7 @@ class EvaluationStep:
                 type(inputs)(inputs) if isinstance(inputs, dict) else inputs
             )  # the Trainer's code may take entries out
         if samples is None or count_rows(inputs) == count:
-            return describe(inputs).take(start, stop)
+            return describe(inputs).take(range(start, stop))
         return self._collate(copy_samples(samples[start:stop]))
 
 

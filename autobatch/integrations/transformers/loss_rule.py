@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.integrations.transformers.cuts import IGNORED, Cut, count_rows
 from autobatch.integrations.transformers.trainer_step import TrainerStep
 from autobatch.step.losses import Sum

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import AutobatchError
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.transformers.cuts import Cut

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.batch.layout import describe
+from autobatch.batch.samples import describe
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.exactness.determinism import deterministic
 from autobatch.integrations.attributes import replaced

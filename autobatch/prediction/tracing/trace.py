@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.batch.layout import Layout
+from autobatch.batch.samples import Layout
 from autobatch.batch.tree import holds_registered, map_tensors, tensors_of
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.memory.device import collecting_new_objects
@@ -245,4 +245,4 @@ def _grow_registered(layout: Layout, samples: int) -> Layout:
 def _on_host(layout: Layout, samples: int) -> Any:
     """The batch at this size on the host, without memory there either."""
     fake = map_tensors(layout.batch, lambda tensor: make_fake(tensor, "cpu").requires_grad_(tensor.requires_grad))
-    return fake if layout.count == samples else Layout(fake, layout.count, layout.lists).grow(samples)
+    return fake if layout.count == samples else Layout(fake, layout.count, layout.lists).grown(samples).batch

@@ -28,15 +28,10 @@ _STEPS = 16
 
 
 def halve_lengths(longest: int, size: int, bound: int) -> tuple[int, ...]:
-    """The edges, longest first: halves, until ``bound`` samples take no more than ``size`` of the longest do.
+    """Return the edges, longest first: halves, until ``bound`` samples take no more than ``size`` of the longest do.
 
     Half as long, a sample takes at most half the memory beside what all share: activations grow with the length, and
     attention's with its square.
-
-    Args:
-        longest: The longest edge.
-        size: How many samples fit there.
-        bound: The most that a micro-batch may ever have.
     """
     edges = [longest]
     while size << (len(edges) - 1) < bound and len(edges) <= _MOST_HALVINGS and edges[-1] > 1:
@@ -45,7 +40,7 @@ def halve_lengths(longest: int, size: int, bound: int) -> tuple[int, ...]:
 
 
 def choose_size(measured: Mapping[int, float], resident: int, limit_bytes: int, length: int) -> int:
-    """How many samples of a length should fit.
+    """Return how many samples of a length should fit.
 
     Args:
         measured: Bytes that each sample takes, by length; at least one length.
@@ -70,7 +65,7 @@ def _bytes_at(measured: Mapping[int, float], length: int) -> float:
 
 
 def keep_useful(sizes: Sequence[SizeAtLength]) -> tuple[SizeAtLength, ...]:
-    """The edges at which more samples ran than at every longer one, shortest first."""
+    """Return the edges at which more samples ran than at every longer one, shortest first."""
     kept: list[SizeAtLength] = []
     for size in sorted(sizes, key=lambda size: -size.length):
         if not kept or size.micro_batch_size > kept[-1].micro_batch_size:
@@ -79,7 +74,7 @@ def keep_useful(sizes: Sequence[SizeAtLength]) -> tuple[SizeAtLength, ...]:
 
 
 def edge_above(sizes: Sequence[SizeAtLength], length: int) -> SizeAtLength:
-    """The shortest edge of at least this length; raises InvalidArgument beyond the longest."""
+    """Return the shortest edge of at least this length; raises InvalidArgument beyond the longest."""
     index = bisect_left(sizes, length, key=lambda size: size.length)
     if index == len(sizes):
         raise InvalidArgument(f"a length of {length} is beyond the longest that was tried, {sizes[-1].length}")
@@ -89,7 +84,7 @@ def edge_above(sizes: Sequence[SizeAtLength], length: int) -> SizeAtLength:
 def divide_by_length(
     lengths: Sequence[int], sizes: Sequence[SizeAtLength], scale: int, smallest: int = 1
 ) -> tuple[int, ...]:
-    """How many samples each micro-batch has; samples are in order of length, the longest first.
+    """Return how many samples each micro-batch has; samples are in order of length, the longest first.
 
     As few micro-batches as can be, and of those the division that stays furthest from what was tried: as nearly the
     same part of it in each as whole samples allow.
@@ -127,7 +122,7 @@ def _divide_greedily(
 
 
 def scale_of(samples: int, length: int, sizes: Sequence[SizeAtLength]) -> int:
-    """The least scale at which so many samples, the longest of this length, are one micro-batch."""
+    """Return the least scale at which so many samples, the longest of this length, are one micro-batch."""
     most = sizes[0].micro_batch_size
     if samples == 1:  # one sample is run at any scale
         return 1
@@ -135,18 +130,18 @@ def scale_of(samples: int, length: int, sizes: Sequence[SizeAtLength]) -> int:
 
 
 def scale_ladder(most: int) -> tuple[int, ...]:
-    """The scales worth going on with, ascending."""
+    """Return the scales worth going on with, ascending."""
     return tuple(sorted({-(-most * step // _STEPS) for step in range(1, _STEPS + 1)}))
 
 
 def scale_curve(curve: MemoryCurve | None, sizes: Sequence[SizeAtLength]) -> MemoryCurve | None:
-    """A curve of samples at the longest edge, as one of scales: each edge holds about what the longest does."""
+    """Return a curve of samples at the longest edge, as one of scales: each edge holds about what the longest does."""
     longest, most = sizes[-1].micro_batch_size, sizes[0].micro_batch_size
     if curve is None or longest == most:
         return curve
 
     def stretch(knots: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """The last straight piece, which leads to the largest sizes, from no samples to the scale."""
+        """Return the last straight piece, which leads to the largest sizes, from no samples to the scale."""
         (start, low), (end, high) = knots[-2:]
         rise = -(-(high - low) * longest // (end - start))
         peak = high - (end - longest) * (high - low) // (end - start)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.lengths import (
+from autobatch.planning.sizes_by_length import (
     choose_size,
     divide_by_length,
     edge_above,

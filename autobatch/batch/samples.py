@@ -1,0 +1,312 @@
+"""Describes a batch as samples: counts them, takes some of them, and grows the batch to any number.
+
+``describe`` takes a batch apart into leaves, and asks ``rules`` about lists that may hold samples or fields. The result
+is a ``Layout``: the batch, its leaves and its number of samples, of which any rows can be taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from autobatch.batch.registry import ListReading, Marked, find_type
+from autobatch.batch.rules import ROOT, Leaf, count_samples, decide_lists
+from autobatch.batch.tree import (
+    as_leaf,
+    children_of,
+    fields_of,
+    has_rows,
+    is_sequence,
+    leaves_of,
+    map_tensors,
+    tensors_of,
+    with_fields,
+    with_items,
+)
+from autobatch.errors import InvalidArgument
+from autobatch.planning.division import choose_rows, spread_evenly
+from autobatch.records import Padding
+
+_DENSE = (torch.Tensor, torch.nn.Parameter)
+_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
+
+Rows = range | list[int]
+
+
+class Trim(NamedTuple):
+    """The part of padded dimensions that is left of some samples."""
+
+    padding: Padding
+    length: int
+
+
+class Layout:
+    """A batch, and how it divides into samples; made by ``describe``.
+
+    Attributes:
+        batch: The batch.
+        count: Number of samples.
+        lists: The reading of each list, by path; later batches are read in the same way.
+        leaves: The parts that are taken apart no further, in order.
+        containers: ``None`` for each leaf, and after its parts each container with the number of those.
+    """
+
+    def __init__(self, batch: Any, count: int, lists: Mapping[str, ListReading]) -> None:
+        """Take the batch apart."""
+        self.batch, self.count, self.lists = batch, count, lists
+        self.leaves: list[Leaf] = []
+        self.containers: list[tuple[Any, int] | None] = []
+        self._take_apart(batch, ROOT)
+
+    def _take_apart(self, node: Any, path: str) -> None:
+        if type(node) is torch.Tensor:
+            kind: Any = "rows" if node.ndim else "shared"
+        elif type(node) not in (dict, list, tuple) and has_rows(node):
+            kind = "rows"
+        elif type(node) in (list, tuple) or is_sequence(node):
+            kind = self.lists.get(path, "open")
+            if isinstance(node, Marked) and node.reading != kind:
+                kind = "open"
+        else:
+            kind = "fields" if children_of(node) is not None else "shared"
+        if kind != "fields":
+            self.leaves.append(Leaf(path, node, kind))
+            self.containers.append(None)
+            return
+        fields = fields_of(node) or []
+        for suffix, child in fields:
+            self._take_apart(child, path + suffix)
+        self.containers.append((node, len(fields)))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """List every tensor of the batch, in order."""
+        values = [leaf.value for leaf in self.leaves]
+        return [one for value in values for one in ([value] if isinstance(value, torch.Tensor) else tensors_of(value))]
+
+    def select(self, rows: Rows, trim: Trim | None = None) -> list[Any]:
+        """List the leaves with these rows only: views where the rows are neighbours and nothing is trimmed.
+
+        Raises:
+            InvalidArgument: A list can be read both as samples and as fields.
+        """
+        if trim is None and rows == range(self.count):  # also of lists that may be either
+            return [leaf.value for leaf in self.leaves]
+        is_view = type(rows) is range and trim is None
+        values = []
+        for leaf in self.leaves:
+            if is_view and leaf.kind == "rows" and type(leaf.value) is torch.Tensor:  # as nearly every leaf
+                values.append(leaf.value[rows[0] : rows[-1] + 1])
+            else:
+                values.append(_select(leaf, rows, trim))
+        return values
+
+    def rebuild(self, values: Iterable[Any]) -> Any:
+        """Return a batch with these leaves, in new containers."""
+        built: list[Any] = []
+        leaves = iter(values)
+        for container in self.containers:
+            if container is None:
+                built.append(next(leaves))
+            else:
+                node, size = container
+                parts = built[len(built) - size :]
+                del built[len(built) - size :]
+                built.append(type(node)(parts) if type(node) in (tuple, list) else with_fields(node, parts))
+        return built[0]
+
+    def part(self, rows: Rows, trim: Trim | None = None) -> Layout:
+        """Return these samples as a batch of their own, whose lists are read as here."""
+        return Layout(self.rebuild(self.select(rows, trim)), len(rows), self.lists)
+
+    def take(self, rows: Sequence[int]) -> Any:
+        """Take the samples at these indices: views where they are neighbours; all samples are the batch itself.
+
+        A registered type's own ``take`` may return copies.
+
+        Raises:
+            InvalidArgument: There are no such samples, or a list can be read both as samples and as fields.
+        """
+        if not rows or min(rows) < 0 or max(rows) >= self.count:
+            raise InvalidArgument(f"samples {rows} of a batch of {self.count}: no such part")
+        if rows == range(self.count):
+            return self.batch
+        return self.part(rows if isinstance(rows, range) and rows.step == 1 else [*rows]).batch
+
+    def spread(self, n: int, order: Sequence[int] | None = None) -> Layout:
+        """Take ``n`` samples from everywhere, as new tensors: a batch may be sorted, or repeat with a period.
+
+        Beyond its count each sample comes several times in a row, so that consecutive parts have different samples.
+        With an ``order`` of the samples they are spread over that, and stay in it.
+        """
+        rows = choose_rows(n, self.count) if order is None else [order[index] for index in spread_evenly(n, self.count)]
+        return self._cut_off(self.select(rows), n)
+
+    def grown(self, n: int) -> Layout:
+        """Return a batch of ``n`` samples: sample ``i`` is this batch's sample ``i`` modulo its count.
+
+        Up to its own count tensors are views, beyond it new tensors of the same memory format; either way leaves, of
+        which no gradient reaches the original. Samples in lists are repeated by reference.
+        """
+        if n < 1:
+            raise InvalidArgument(f"a batch cannot have {n} samples: at least 1")
+        values = []
+        rows = range(n) if n <= self.count else [index % self.count for index in range(n)]
+        for leaf in self.leaves:
+            is_tensor = isinstance(leaf.value, torch.Tensor) and find_type(leaf.value) is None
+            if n > self.count and is_tensor and leaf.kind == "rows":
+                values.append(_repeat_rows(leaf.value, n))
+            else:
+                values.append(_select(leaf, rows))
+        return self._cut_off(values, n)
+
+    def _cut_off(self, values: Sequence[Any], n: int) -> Layout:
+        """Return a batch of leaves to which no gradient of the batch belongs; samples in lists stay the user's."""
+        with torch.enable_grad():  # else no result requires a gradient
+            cut = [
+                value if leaf.kind == "shared" or is_sequence(value) else map_tensors(value, as_leaf)
+                for leaf, value in zip(self.leaves, values, strict=True)
+            ]
+        return Layout(self.rebuild(cut), n, self.lists)
+
+
+def describe(batch: Any, lists: Mapping[str, ListReading] | None = None, samples: int | None = None) -> Layout:
+    """Find how a batch divides into samples, by the rules at the top of ``rules``.
+
+    Args:
+        batch: The batch.
+        lists: The readings of lists in an earlier batch; lists of this batch are read in the same way.
+        samples: Number of samples from which the batch was made, if known.
+
+    Raises:
+        InvalidArgument: It has no number of samples, or cannot be divided.
+    """
+    lists = {path: reading for path, reading in (lists or {}).items() if reading != "unclear"}
+    try:
+        while True:
+            layout = Layout(batch, 0, lists)
+            layout.count = _count_plain(layout.leaves)
+            if layout.count:
+                return layout
+            decided = decide_lists(layout.leaves, batch, samples)
+            if not decided:
+                layout.count = count_samples(layout.leaves, batch)
+                return layout
+            lists = {**lists, **decided}  # lists of fields are taken apart further
+    except RecursionError as error:
+        endless = next((ROOT + suffix for suffix, part in fields_of(batch) or () if _is_endless(part)), ROOT)
+        raise InvalidArgument(f"{endless} holds itself or is nested too deep: leave it out of the batch") from error
+
+
+def _count_plain(leaves: Sequence[Leaf]) -> int:
+    """Count samples where every leaf is a dense tensor or a plain value, as in nearly every batch; else return 0."""
+    count = 0
+    for _, value, kind in leaves:
+        if kind == "rows" and type(value) in _DENSE and value.layout is torch.strided and not value.is_nested:
+            rows = value.shape[0]
+            if not rows or count not in (0, rows):
+                return 0
+            count = rows
+        elif kind != "shared" or type(value) not in _VALUES:
+            return 0
+    return count
+
+
+def _is_endless(part: Any) -> bool:
+    try:
+        for _ in leaves_of(part):
+            pass
+    except RecursionError:
+        return True
+    return False
+
+
+def _select(leaf: Leaf, rows: Rows, trim: Trim | None = None) -> Any:
+    """Take rows of a leaf: a view where they are a range and nothing is trimmed."""
+    path, value, kind = leaf
+    if kind == "shared":
+        return value
+    if kind in ("unclear", "open"):
+        count = len(value)
+        raise InvalidArgument(
+            f"{path} has {count} entries, every tensor in it has {count} rows, and the batch has {count} samples: pass "
+            f"another number of samples, or autobatch.batches.Samples({path}) or autobatch.batches.Fields({path}) in "
+            f"its stead"
+        )
+    if (registered := find_type(value)) is not None:
+        return registered.take_samples(value, rows)
+    if is_sequence(value):
+        return with_items(value, [value[row] for row in rows])
+    if trim is not None and path in trim.padding.dims:
+        length = max(trim.length, 1)  # a tensor without positions is no input for most models
+        for dim in trim.padding.dims[path]:
+            extra = max(value.shape[dim] - length, 0) if trim.padding.side == "left" else 0
+            value = value[(slice(None),) * dim + (slice(extra, extra + length),)]
+        rows = [*rows]  # copied, so that steps get contiguous memory, as of a loader
+    if isinstance(rows, range):
+        return value[rows.start : rows.stop]
+    if isinstance(value, torch.Tensor):
+        return value.index_select(0, torch.tensor(rows, device=value.device))
+    return value[rows]
+
+
+def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
+    have = rows.shape[0]
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(rows.ndim, torch.contiguous_format)
+    is_last = rows.is_contiguous(memory_format=last) and not rows.is_contiguous()
+    memory_format = last if is_last else torch.contiguous_format
+    grown = torch.empty((n, *rows.shape[1:]), dtype=rows.dtype, device=rows.device, memory_format=memory_format)
+    # Filled in place, not concatenated: a batch may be a large part of memory, and must not be there twice.
+    whole = n - n % have
+    grown[:whole].unflatten(0, (-1, have)).copy_(rows.detach().expand(whole // have, *rows.shape))
+    grown[whole:].copy_(rows.detach()[: n - whole])
+    return grown.requires_grad_(rows.requires_grad)
+
+
+# ------------------------------------------------------------------------------------------- questions about a batch
+
+
+def dims_of(layout: Layout) -> dict[str, int]:
+    """Return the number of dimensions of each tensor of a batch, by path; tensors in lists of samples are left out."""
+    return {leaf.path: leaf.value.ndim for leaf in layout.leaves if isinstance(leaf.value, torch.Tensor)}
+
+
+def is_one_batch(batches: Any) -> bool:
+    """Return whether this is one batch (a tensor, a mapping, a tuple of tensors), no list or loader of several."""
+    if find_type(batches) is not None or isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
+        return True
+    if isinstance(batches, tuple):
+        return bool(batches) and all(isinstance(part, torch.Tensor) for part in batches)
+    return isinstance(batches, torch.Tensor | Mapping)
+
+
+def is_empty(batch: Any) -> bool:
+    """Return whether it has no samples: ``None``, an empty list or mapping, or tensors of which none has rows."""
+    if (registered := find_type(batch)) is not None:
+        return registered.count(batch) == 0
+    if batch is None or (isinstance(batch, list | tuple | Mapping) and not batch):
+        return True
+    with_rows = [tensor for tensor in tensors_of(batch) if tensor.ndim]
+    return bool(with_rows) and not any(len(tensor) for tensor in with_rows)
+
+
+def check_values(batch: Any) -> None:
+    """Raise InvalidArgument if a tensor has no values, or the ``take`` of a registered type ignores its indices."""
+    if isinstance(batch, torch.Tensor):
+        refuse_meta(batch)
+    elif (registered := find_type(batch)) is not None:
+        for tensor in registered.tensors(batch):
+            refuse_meta(tensor)
+        registered.check_take(batch)
+    for child in children_of(batch) or ():
+        check_values(child)
+
+
+def refuse_meta(tensor: torch.Tensor) -> None:
+    """Raise InvalidArgument if a tensor of a batch is on the meta device."""
+    if tensor.is_meta:
+        raise InvalidArgument(
+            f"a tensor of shape {tuple(tensor.shape)} in the batch is on the meta device and has no values to run: "
+            f"pass real samples (predict() needs no values)"
+        )
