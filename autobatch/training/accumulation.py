@@ -209,7 +209,7 @@ class Accumulation:
         if self.in_float32 and len(progress.todo) > 1:
             self._sums.begin(self._parameters)
         try:
-            with self._watch(undo, progress):
+            with self._watch(undo, progress) if self._is_watched else nullcontext():
                 while progress.todo:
                     micro_batch = progress.todo[0]
                     if not micro_batch.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
@@ -245,9 +245,6 @@ class Accumulation:
     @contextmanager
     def _watch(self, undo: Undo, progress: AccumulationState) -> Iterator[None]:
         """In the first steps: record what is written into, and refuse a step that does the training loop's work."""
-        if not self._is_watched:
-            yield
-            return
         recorder = undo.watch(self.written, self._find_apart()) if self.records else nullcontext()
         with self.workload.guard(self._parameters), recorder:
             yield

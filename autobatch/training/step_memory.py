@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -54,8 +55,9 @@ class StepMemory:
         """Return the pace of the first step, of micro-batches of at least so many samples."""
         return make_pace(self._plan, self._workload, self._division, smallest)
 
-    @contextmanager
-    def limit(self, step: int, layouts: Sequence[Layout], buckets: Sequence[torch.Tensor]) -> Iterator[None]:
+    def limit(
+        self, step: int, layouts: Sequence[Layout], buckets: Sequence[torch.Tensor]
+    ) -> AbstractContextManager[None]:
         """Enforce the budget and measure the peak; on a CPU, where that takes time, not in every step.
 
         Args:
@@ -68,8 +70,14 @@ class StepMemory:
         self._free.is_counted = is_first or self._plan.budget_passed or not isinstance(device, CpuDevice)
         if not self._free.is_counted:  # nothing reads the free memory: the size is the one that the last steps allow
             self.change(self.pace.before_step(None, None), step)
-            yield
-            return
+            return nullcontext()
+        return self._limit_counted(step, layouts, buckets)
+
+    @contextmanager
+    def _limit_counted(
+        self, step: int, layouts: Sequence[Layout], buckets: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        device = self._device
         device.watch(self._workload.resident_tensors())
         device.watch(buckets)
         for layout in layouts:
