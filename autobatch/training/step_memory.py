@@ -74,9 +74,7 @@ class StepMemory:
         return self._limit_counted(step, layouts, buckets)
 
     @contextmanager
-    def _limit_counted(
-        self, step: int, layouts: Sequence[Layout], buckets: Sequence[torch.Tensor]
-    ) -> Iterator[None]:
+    def _limit_counted(self, step: int, layouts: Sequence[Layout], buckets: Sequence[torch.Tensor]) -> Iterator[None]:
         device = self._device
         device.watch(self._workload.resident_tensors())
         device.watch(buckets)
