@@ -9,9 +9,10 @@ The names here are the public ones; nothing is imported before it is used, so ``
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
 from typing import TYPE_CHECKING
 
-from autobatch._log import LOGGER, LastResort
 from autobatch._version import __version__
 from autobatch.torch_internals import import_torch
 
@@ -108,7 +109,26 @@ _WITHOUT_TORCH = {
     "autobatch.records",
 }
 
-LOGGER.addHandler(LastResort())
+_LOGGER = logging.getLogger("autobatch")
+
+
+class _LastResort(logging.Handler):
+    """Writes warnings to stderr with the logger's name, unless any other handler gets them.
+
+    Python's own handler of last resort prints the message alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        others = [*_LOGGER.handlers, *(logging.getLogger().handlers if _LOGGER.propagate else ())]
+        if sys.stderr is not None and not any(handler is not self for handler in others):
+            sys.stderr.write(f"{self.format(record)}\n")
+
+
+_LOGGER.addHandler(_LastResort())
 
 
 def __getattr__(name: str) -> object:

@@ -111,10 +111,3 @@ def takes_none(value: Any, method: str) -> bool:
     except TypeError:
         return False
     return True
-
-
-def as_sequence(value: Any) -> tuple[Any, ...]:
-    """Return the values of an argument that takes one or a list of several; none for ``None``."""
-    if isinstance(value, list | tuple):
-        return tuple(value)
-    return () if value is None else (value,)

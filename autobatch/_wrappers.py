@@ -123,7 +123,7 @@ def _held_by(owner: Any) -> list[Any]:
 
 
 def members_of(optimizer: Any) -> tuple[Any, ...]:
-    """Return the optimizers that were passed: none, one, or several."""
+    """Return what was passed as ``optimizer=`` or ``scheduler=``: none, one, or several."""
     if isinstance(optimizer, list | tuple):
         return tuple(optimizer)
     if isinstance(optimizer, SeveralOptimizers):

@@ -19,8 +19,6 @@ from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import spell_invalid
 from autobatch.report.text import explain_plan, summarise_plan
 
-__all__ = ["Plan"]
-
 # Names of the target batch, the micro-batch size and the accumulation steps in each framework; None if the framework
 # computes that from the others.
 _SETTINGS: dict[str, tuple[str | None, str, str | None]] = {

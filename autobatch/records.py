@@ -9,22 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from autobatch._bounds import LISTED, SHORTEST, Bytes, Count, Flag, Ratio, Samples, Seconds, Text, is_one_line
 from autobatch._formatting import describe_fields, plural
 
-__all__ = [
-    "DeviceInfo",
-    "MemoryUsage",
-    "ModelIdentity",
-    "ModuleError",
-    "Outcome",
-    "Padding",
-    "Phase",
-    "Record",
-    "SizeAtLength",
-    "Tenant",
-    "Trial",
-    "Verdict",
-    "spell_invalid",
-]
-
 _MODULES_SHOWN = 3
 _LONGEST_REASON = 200  # of each half of a reason: a field's name may come from the file, and be as long as that
 

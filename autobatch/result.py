@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from autobatch._formatting import describe_fields
-from autobatch.events.rank_step import RankStep
-from autobatch.events.runner_events import step_metrics
+from autobatch.events.runner_events import RankStep, step_metrics
 
 
 @dataclass(frozen=True, repr=False)

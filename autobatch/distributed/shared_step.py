@@ -21,7 +21,7 @@ from autobatch.distributed.ranks import Ranks, digest_values
 from autobatch.distributed.reduction import GradientSlot, make_loss
 from autobatch.distributed.sharded.model import has_shards
 from autobatch.errors import InvalidArgument
-from autobatch.events.rank_step import RankStep
+from autobatch.events.runner_events import RankStep
 from autobatch.undo.gradients import gradient_dtype
 from autobatch.undo.interrupts import deferred_interrupts
 

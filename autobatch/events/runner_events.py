@@ -8,16 +8,26 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from autobatch._bounds import Bytes, Count, Seconds
 from autobatch._formatting import format_bytes, plural
 from autobatch.events.event import Event
-from autobatch.events.rank_step import RankStep, find_slowest_step
+from autobatch.records import Record
 
 
-class Retried(Event):
-    """A step ran out of memory, was undone and runs again in smaller micro-batches.
+class StepEvent(Event):
+    """An event of one step.
 
     Attributes:
         step: Number of the step, from 0.
+    """
+
+    step: int
+
+
+class Retried(StepEvent):
+    """A step ran out of memory, was undone and runs again in smaller micro-batches.
+
+    Attributes:
         failed_size: Samples in the micro-batch that did not fit.
         new_size: Most samples in a micro-batch from now on.
         used_bytes: Bytes held on the device after the clean-up.
@@ -26,7 +36,6 @@ class Retried(Event):
         inexact: Reason why splitting this step is not exact, as the plan's check found; empty if it is exact.
     """
 
-    step: int
     failed_size: int
     new_size: int
     used_bytes: int
@@ -44,18 +53,16 @@ class Retried(Event):
         )
 
 
-class SizeChanged(Event):
-    """The micro-batch size changed between two steps.
+class SizeChanged(StepEvent):
+    """The micro-batch size changed between two steps, before ``step``.
 
     Attributes:
-        step: Number of the first step with the new size, from 0.
         old_size: Most samples in a micro-batch before.
         new_size: Most samples in a micro-batch from now on.
         reason: ``"thrash"``, ``"less is free"`` or ``"grown back"``.
         inexact: As in ``Retried``.
     """
 
-    step: int
     old_size: int
     new_size: int
     reason: str
@@ -84,7 +91,7 @@ _CAUSES = {
 }
 
 
-class BatchDiffers(Event):
+class BatchDiffers(StepEvent):
     """A step has another number of samples than planned; emitted once for each runner.
 
     One smaller step after full ones, as at the end of an epoch, is not reported.
@@ -96,7 +103,6 @@ class BatchDiffers(Event):
         can_run: Whether the runner has an optimizer, and so ``run``.
     """
 
-    step: int
     samples: int
     planned: int
     target_batch: int = 0
@@ -113,7 +119,7 @@ class BatchDiffers(Event):
         )
 
 
-class SteppedTwice(Event):
+class SteppedTwice(StepEvent):
     """The user's loop stepped an object that the runner steps too; emitted once for each runner.
 
     Attributes:
@@ -121,7 +127,6 @@ class SteppedTwice(Event):
         calls: Calls to remove from the loop, one for each class.
     """
 
-    step: int
     names: tuple[str, ...]
     calls: tuple[str, ...]
     level: ClassVar[int] = logging.WARNING  # a learning rate decays twice as fast
@@ -134,10 +139,9 @@ class SteppedTwice(Event):
         )
 
 
-class GradientsFound(Event):
+class GradientsFound(StepEvent):
     """A step began with earlier gradients; emitted once for each runner."""
 
-    step: int
     level: ClassVar[int] = logging.WARNING  # most loops clear gradients after the update, not before the next one
 
     def __str__(self) -> str:
@@ -162,10 +166,9 @@ class PlanDiffers(Event):
         )
 
 
-class StepSkipped(Event):
+class StepSkipped(StepEvent):
     """A step was skipped, since nothing in its batch counts."""
 
-    step: int
     samples: int
     level: ClassVar[int] = logging.WARNING  # labels that are all ignored often come from a wrong tokenizer
 
@@ -176,16 +179,14 @@ class StepSkipped(Event):
         )
 
 
-class StepFailed(Event):
+class StepFailed(StepEvent):
     """A step ended in an error, which is raised as well.
 
     Attributes:
-        step: Number of the step, from 0.
         reason: Type of the error; for errors of autobatch also the first line.
         out_of_memory: Whether it ran out of memory.
     """
 
-    step: int
     reason: str
     out_of_memory: bool
     level: ClassVar[int] = logging.DEBUG  # the user sees the error
@@ -194,11 +195,31 @@ class StepFailed(Event):
         return f"{self.source}step {self.step} failed: {self.reason}"
 
 
-class StepFinished(Event):
+class RankStep(Record):
+    """One rank's part of a committed step.
+
+    Attributes:
+        rank: Number of the rank, from 0.
+        samples: Number of samples that it ran; may be 0.
+        micro_batch_size: Most samples in a micro-batch.
+        retries: Number of times that it ran out of memory.
+        peak_bytes: Most bytes in tensors at once, as in ``StepResult``.
+        seconds: Time from the common start until its own gradient was ready, without waiting for other ranks. On CUDA
+            this is the last step that the device had finished by then; 0 before the first.
+    """
+
+    rank: Count
+    samples: Count
+    micro_batch_size: Count
+    retries: Count
+    peak_bytes: Bytes
+    seconds: Seconds
+
+
+class StepFinished(StepEvent):
     """One optimizer step (or one accumulation) was committed.
 
     Attributes:
-        step: Number of the step, from 0.
         micro_batch_sizes: Sizes of the committed micro-batches.
         retries: Number of times that the step ran out of memory and began again.
         peak_bytes: Most bytes in tensors at once.
@@ -210,7 +231,6 @@ class StepFinished(Event):
         gradient_norm: Norm of the gradients before clipping, likewise; ``None`` without ``max_grad_norm``.
     """
 
-    step: int
     micro_batch_sizes: tuple[int, ...]
     retries: int
     peak_bytes: int
@@ -231,6 +251,11 @@ class StepFinished(Event):
     def _describe_slowest(self) -> str:
         slowest = find_slowest_step(self.ranks)
         return f"; the slowest rank was {slowest.rank} with {slowest.seconds:.3f} s of its own work" if slowest else ""
+
+
+def find_slowest_step(ranks: Sequence[RankStep]) -> RankStep | None:
+    """Return the rank that the others waited for; ``None`` with one rank."""
+    return max(ranks, key=lambda one: one.seconds, default=None)
 
 
 def step_metrics(

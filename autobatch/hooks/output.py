@@ -25,7 +25,7 @@ def jsonl(path: str | os.PathLike[str]) -> Hook:
     Several processes may write to one file: a line is appended in one piece.
 
     Args:
-        path: The file; its folder is made if it does not exist. On a full disk a line may be cut. That is an error,
+        path: The file; its folder is made if it does not exist. On a full disk a line may be cut: the hook raises,
             and the next event begins a new line.
 
     Raises:

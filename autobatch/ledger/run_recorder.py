@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autobatch.events import Event, Retried, SizeChanged, StepFailed, StepFinished
-from autobatch.events.rank_step import RankStep
 from autobatch.events.run_history import Outcome, RankTotal, RunUpdate, Setback, StepRange
+from autobatch.events.runner_events import RankStep
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.store import runs_id
 from autobatch.plan import Plan

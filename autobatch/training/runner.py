@@ -26,8 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from autobatch._arguments import as_sequence
-from autobatch._wrappers import unwrap_members, unwrap_optimizer, unwrap_scheduler
+from autobatch._wrappers import members_of, unwrap_members, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.cut import CutFunction, cut_apart, cut_joined, number_rows
 from autobatch.batch.lengths import ByLength
 from autobatch.batch.samples import Layout
@@ -40,7 +39,7 @@ from autobatch.distributed.sharded.step import ShardedStep, begin_step
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.events import Hook
-from autobatch.events.rank_step import RankStep
+from autobatch.events.runner_events import RankStep
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.memory.device import Device
@@ -146,7 +145,7 @@ class StepRunner:
             check_rank(plan, *((0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)))
             model = take_module(model, self._ranks)
             inner, (optimizers, scaler) = unwrap_optimizer(optimizer), unwrap_members(optimizer, scaler)
-            schedulers = [*map(unwrap_scheduler, as_sequence(scheduler))]
+            schedulers = [*map(unwrap_scheduler, members_of(scheduler))]
             check_options(scaler, max_grad_norm, schedulers, has_optimizer=inner is not None)
             self.plan, self.steps, self._max_grad_norm = plan, 0, max_grad_norm
             self._workload = Workload(model, step or default_step, weigh, inner, "autobatch.Runner")

@@ -25,7 +25,7 @@ from autobatch.events import (
     StepSkipped,
     emit,
 )
-from autobatch.events.rank_step import RankStep
+from autobatch.events.runner_events import RankStep
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.records import DeviceInfo

@@ -13,7 +13,7 @@ import autobatch
 import autobatch.events
 from autobatch import MemoryCurve, StepResult
 from autobatch.errors import InvalidArgument
-from autobatch.events.rank_step import RankStep
+from autobatch.events.runner_events import RankStep
 from autobatch.prediction.record import PredictionRecord
 from autobatch.records import DeviceInfo, Record, Trial, Verdict
 

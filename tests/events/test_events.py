@@ -29,8 +29,7 @@ from autobatch.events import (
     TrialFinished,
     emit,
 )
-from autobatch.events.rank_step import RankStep, find_slowest_step
-from autobatch.events.runner_events import step_metrics
+from autobatch.events.runner_events import RankStep, find_slowest_step, step_metrics
 from autobatch.records import Trial
 
 pytestmark = pytest.mark.quick

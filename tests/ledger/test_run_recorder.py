@@ -19,8 +19,8 @@ from torch import nn
 import autobatch
 from autobatch.cli.main import main
 from autobatch.events import BatchDiffers, StepFinished
-from autobatch.events.rank_step import RankStep
 from autobatch.events.run_history import RankTotal, Setback
+from autobatch.events.runner_events import RankStep
 from autobatch.ledger import home, run_recorder
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
