@@ -7,7 +7,7 @@ exact divisor of the share.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -18,6 +18,9 @@ from autobatch.planning.division import divide_evenly
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import spell_invalid
 from autobatch.report.text import explain_plan, summarise_plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Names of the target batch, the micro-batch size and the accumulation steps in each framework; None if the framework
 # computes that from the others.
@@ -54,6 +57,20 @@ class Plan(PlanRecord):
     def explain(self) -> str:
         """Return the plan as text: trials, curve, use of memory, what would help, warnings."""
         return explain_plan(self)
+
+    def plot(self, kind: str = "peak", ax: Axes | None = None) -> Axes:
+        """Draw the plan with matplotlib, which ``torch-autobatch[plot]`` installs.
+
+        Args:
+            kind: ``"peak"`` for the memory curve with trials, budget and limit, ``"memory"`` for where the memory goes.
+            ax: Axes to draw on; default: those of a new figure.
+
+        Raises:
+            InvalidArgument: The kind is unknown, or matplotlib is not installed.
+        """
+        from autobatch.report.pictures import draw_plan  # noqa: PLC0415 - few draw
+
+        return draw_plan(self, kind, ax)
 
     def _repr_html_(self) -> str:
         """Return the report's pictures and tables, for a notebook."""

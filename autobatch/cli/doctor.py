@@ -5,7 +5,6 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Literal
 from autobatch._formatting import format_bytes, plural
 from autobatch._torch_versions import OLDEST, OLDEST_TO_PREDICT, format_release, read_release
 from autobatch.cli.environment import Environment, read_environment
-from autobatch.cli.output import DONE, NO, Answer
+from autobatch.cli.output import DONE, NO, Answer, make_table
 from autobatch.cli.plans import find_fault
 
 _LEVELS = ("wrong", "beware", "fine")
@@ -47,25 +46,22 @@ class Finding:
     what: str
     advice: str = ""
 
-    def __str__(self) -> str:
-        line = f"{'WRONG' if self.level == 'wrong' else self.level:<6}  {self.what}"
-        return f"{line}\n        -> {self.advice}" if self.advice else line
-
 
 _wrong, _beware, _fine = partial(Finding, "wrong"), partial(Finding, "beware"), partial(Finding, "fine")
 
 
-def configure_doctor(command: argparse.ArgumentParser) -> None:
-    """Describe the command."""
-    command.description = "Looks at what training needs, without importing torch. Exit code 1 where something is wrong."
-    command.set_defaults(run=_run)
-
-
-def _run(_: argparse.Namespace) -> Answer:
+def check_machine() -> Answer:
     environment = read_environment(os.environ, *find_fault())
     findings = examine(environment)
+    rows = [
+        (
+            "WRONG " if one.level == "wrong" else f"{one.level:<6}",
+            f"{one.what}\n-> {one.advice}" if one.advice else one.what,
+        )
+        for one in findings
+    ]
     data = {"findings": findings, "environment": environment}
-    return Answer("\n".join(map(str, findings)), data, NO if findings[0].level == "wrong" else DONE)
+    return Answer([make_table(rows)], data, NO if findings[0].level == "wrong" else DONE)
 
 
 def examine(environment: Environment) -> list[Finding]:

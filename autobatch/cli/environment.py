@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -13,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from autobatch._formatting import format_bytes
-from autobatch.cli.output import Answer
+from autobatch.cli.output import Answer, make_table
 from autobatch.memory.host_limit import HostMemory, read_host_memory
 from autobatch.memory.nvml import CardReading, query_all, read_cuda_version
 from autobatch.prediction.cudnn.answers import find_libraries
@@ -111,31 +110,20 @@ def _shared_memory_bytes(folder: str = "/dev/shm") -> int:  # noqa: S108 - its s
     return found.f_frsize * found.f_blocks
 
 
-def configure_devices(command: argparse.ArgumentParser) -> None:
-    """Describe the command."""
-    command.description = "Cards as NVIDIA's driver sees them, and the memory that this container may use."
-    command.set_defaults(run=_list_devices)
-
-
-def _list_devices(_: argparse.Namespace) -> Answer:
+def list_devices() -> Answer:
     host = read_host_memory()
     cards, missing = _read_cards()
-    lines = [*_show_cards(cards, missing), _show_host(host)]
-    return Answer("\n".join(lines), {"cards": cards, "no_cards_because": missing, "cpu": host})
+    free = f"{format_bytes(host.available_bytes)} free of {format_bytes(host.total_bytes)}"
+    rows = [*_card_rows(cards), ("CPU", free, f"the limit is the {host.source}'s")]
+    none = [] if cards else [f"no NVIDIA card: {missing or 'the driver has none'}"]
+    return Answer([*none, make_table(rows)], {"cards": cards, "no_cards_because": missing, "cpu": host})
 
 
-def _show_cards(cards: tuple[CardReading, ...], missing: str) -> Iterator[str]:
-    if not cards:
-        yield f"no NVIDIA card: {missing or 'the driver has none'}"
+def _card_rows(cards: tuple[CardReading, ...]) -> Iterator[tuple[str, str, str]]:
     for card in cards:
         free = f"{format_bytes(card.free_bytes)} free of {format_bytes(card.total_bytes)}"
-        free = free if card.total_bytes else "shares the host's memory"
-        slices = ", divided into MIG slices" if card.divided else ""
-        yield f"{card.name:<28} {free}{slices}; driver {card.driver or 'unknown'}; {card.uuid}"
+        slices = "divided into MIG slices; " if card.divided else ""
+        about = f"{slices}driver {card.driver or 'unknown'}; {card.uuid}"
+        yield card.name, free if card.total_bytes else "shares the host's memory", about
         for tenant in card.tenants:
-            yield f"  {format_bytes(tenant.used_bytes):>10}   process {tenant.pid} {tenant.name}".rstrip()
-
-
-def _show_host(host: HostMemory) -> str:
-    free = f"{format_bytes(host.available_bytes)} free of {format_bytes(host.total_bytes)}"
-    return f"{'CPU':<28} {free}; the limit is the {host.source}'s"
+            yield "", format_bytes(tenant.used_bytes), f"process {tenant.pid} {tenant.name}".rstrip()

@@ -1,103 +1,273 @@
-"""Runs a command: parses the command line, prints the answer or the error, and returns the exit code.
+"""Defines the commands of ``autobatch``, runs one, and prints its answer or its error.
 
 A command's module is imported when the command runs, so ``--help`` and commands without torch answer at once.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from typing import NoReturn
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import typer
+import typer.main
 
 from autobatch._version import __version__
 from autobatch.cli.output import NO, USAGE, Answer
 from autobatch.errors import AutobatchError, InvalidArgument, NeedsBatch
-from autobatch.events import PlanMade
 from autobatch.torch_internals import import_torch
 
 _MISUSE = (InvalidArgument, NeedsBatch)
 _INTERRUPTED = 130
-_COMMANDS = {
-    "fit": ("model_commands", "run a few sizes and plan the target batch for this machine"),
-    "predict": ("model_commands", "what would fit a card that is not here, and where the memory would go"),
-    "verify": ("model_commands", "is splitting this step exact, and if not, why?"),
-    "devices": ("environment", "cards and the CPU: total, free, and who holds what"),
-    "plans": ("plans", "plans that were stored, the newest first"),
-    "show": ("plans", "one plan and how its runs went, as text"),
-    "diff": ("plans", "what differs between two plans"),
-    "report": ("plans", "one plan and its runs as a page with pictures"),
-    "forget": ("plans", "delete plans with their runs"),
-    "doctor": ("doctor", "drivers, packages, allocator settings, limits: what is wrong, and what to type"),
-}
-"""Module and help of each command."""
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # typer gives it no public name
 
 _EPILOG = """\
-MODULE:FUNCTION names a function of yours without arguments, such as train:make or train.py:make, that returns a dict
-of what autobatch.fit takes: model, and whichever of batch, step, optimizer, weigh ... it needs.
+MODULE:FUNCTION names a function of yours without arguments, such as train:make or train.py:make. It returns a dict of
+what autobatch.fit takes: model, and whichever of batch, step, optimizer, weigh ... it needs.
 
-a day with it:
-  autobatch doctor                           is everything here as it should be?
-  autobatch fit train:make --target 256      what fits on this machine; the plan is stored
-  autobatch plans                            all plans that were stored, the newest first
-  autobatch show 5f3a                        one of them, and how its runs went
-  autobatch diff 5f3a 91bc                   what changed between two
-  autobatch report 5f3a -o plan.html         the same as a page with pictures
-  autobatch predict train:make --all         which card would do; none is needed for that
-
-exit codes: 0 done, 1 done and the answer is no (does not fit, not exact, something is wrong, plans differ),
-2 the command line or what it names cannot mean anything. Errors in your own code come out with their traceback.
+Exit codes: 0 done; 1 done, and the answer is no (does not fit, not exact, something is wrong, plans differ); 2 the
+command line or what it names cannot mean anything. Errors in your own code come out with their traceback.
 """
+
+app = typer.Typer(
+    help="Memory-aware batching for PyTorch training: what fits, what would fit, and what was found before.",
+    epilog=_EPILOG,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; the arguments are those of this process, unless given."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
     try:
-        options = _make_parser(arguments[0] if arguments else "").parse_args(arguments)
-        as_json = options.json
-        with _logging(verbose=options.verbose), _only_json_on_stdout() if as_json else nullcontext():
-            answer: Answer = options.run(options)
+        # typer only reads the command line: it would change errors of the user's code.
+        run = typer.main.get_command(app).main(arguments, prog_name="autobatch", standalone_mode=False)
+        if not callable(run):  # --help and --version have printed all
+            return 0
+        with _logging(verbose="--verbose" in arguments), _only_json_on_stdout() if as_json else nullcontext():
+            answer: Answer = run()
+    except _USAGE_ERROR as error:
+        answer = _refuse(InvalidArgument(_describe_usage(error)), as_json=as_json)
     except AutobatchError as error:
-        code = USAGE if isinstance(error, _MISUSE) else NO
-        refusal = Answer(f"autobatch: {error}", {"error": type(error).__name__, "message": str(error)}, code)
-        return _write(refusal, as_json=as_json, to_stderr=not as_json)
-    except KeyboardInterrupt:
+        answer = _refuse(error, as_json=as_json)
+    except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
-    return _write(answer, as_json=as_json)
+    return answer.write(as_json=as_json)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises ``InvalidArgument``, which is shown in one line or as JSON."""
+def _refuse(error: AutobatchError, *, as_json: bool) -> Answer:
+    code = USAGE if isinstance(error, _MISUSE) else NO
+    data = {"error": type(error).__name__, "message": str(error)}
+    return Answer([f"autobatch: {error}"], data, code, to_stderr=not as_json)
 
-    def error(self, message: str) -> NoReturn:
-        raise InvalidArgument(f"{message}; see {self.prog} --help")
+
+def _describe_usage(error: Any) -> str:
+    command = error.ctx.command_path if error.ctx else "autobatch"
+    return f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help"
 
 
-def _make_parser(chosen: str) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="autobatch",
-        description="Memory-aware batching for PyTorch training: what fits, what would fit, and what was found before.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"autobatch {__version__}")
-    common = _Parser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print the answer as JSON")
-    common.add_argument("--verbose", action="store_true", help="print each event on stderr")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (module, text) in _COMMANDS.items():
-        command = commands.add_parser(name, parents=[common], help=text, description=text[0].upper() + text[1:] + ".")
-        if name == chosen:
-            if module == "model_commands":
-                import_torch()
-            getattr(importlib.import_module(f"autobatch.cli.{module}"), f"configure_{name}")(command)
-    return parser
+def _shared(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print each event on stderr.")] = False,
+) -> None:
+    """Declare the options of all commands, which ``main`` reads."""
+
+
+def _command(run: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Add a command with the shared options; typer gets its call back, and ``main`` makes it."""
+
+    def read(*, json: bool, verbose: bool, **options: Any) -> Callable[[], Answer]:
+        del json, verbose
+        return partial(run, **options)
+
+    parameters = [one for of in (run, _shared) for one in inspect.signature(of, eval_str=True).parameters.values()]
+    read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    read.__annotations__ = {**run.__annotations__, **_shared.__annotations__}
+    app.command(run.__name__, help=run.__doc__)(read)
+    return run
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer passes it so
+    if wanted:
+        sys.stdout.write(f"autobatch {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _start(
+    *, version: Annotated[bool, typer.Option("--version", callback=_print_version, help="Print the version.")] = False
+) -> None:
+    """Declare the option that needs no command."""
+
+
+def _option(name: str, metavar: str, text: str, **more: Any) -> Any:
+    return typer.Option(name, metavar=metavar, help=text, **more)
+
+
+_SOURCE = typer.Argument(metavar="MODULE:FUNCTION", help="A function of yours, such as train:make.")
+_TARGET = _option("--target", "N", "Samples that one optimizer step should see.", min=1)
+_PLAN = typer.Argument(metavar="ID|FILE", help="The beginning of a plan's id, or a file it was saved to.")
+_SAVE = _option("--save", "FILE", "Write the plan as JSON.")
+_EXPLAIN = typer.Option("--explain", help="Print the whole story.")
+
+
+@_command
+def doctor() -> Answer:
+    """Check drivers, packages, allocator settings and limits, and say what to type. Exit code 1 if one is wrong."""
+    from autobatch.cli.doctor import check_machine  # noqa: PLC0415 - --help needs none of these
+
+    return check_machine()
+
+
+@_command
+def devices() -> Answer:
+    """List cards and the CPU: total and free memory, and who holds it."""
+    from autobatch.cli.environment import list_devices  # noqa: PLC0415
+
+    return list_devices()
+
+
+@_command
+def fit(
+    *,
+    source: Annotated[str, _SOURCE],
+    target_batch: Annotated[int | None, _TARGET] = None,
+    budget: Annotated[
+        str | None, _option("--budget", "SIZE", "What the process may hold, such as 8GiB; default: all free.")
+    ] = None,
+    headroom: Annotated[
+        str | None, _option("--headroom", "SIZE", "Left free of it: a size, or a fraction such as 0.1.")
+    ] = None,
+    max_micro_batch: Annotated[int | None, _option("--max-micro-batch", "N", "Never try more samples.", min=1)] = None,
+    objective: Annotated[
+        Literal["throughput", "memory"] | None,
+        typer.Option(help="The fewest steps, or the smallest micro-batch within 2 percent of the best rate."),
+    ] = None,
+    no_reuse: Annotated[
+        bool, typer.Option("--no-reuse", help="Search, even if an earlier plan could be confirmed.")
+    ] = False,
+    explain: Annotated[bool, _EXPLAIN] = False,
+    save: Annotated[str | None, _SAVE] = None,
+) -> Answer:
+    """Run a few sizes within the budget and plan the target batch for this machine."""
+    options = {"target_batch": target_batch, "budget": budget, "headroom": headroom, "objective": objective}
+    options |= {"max_micro_batch": max_micro_batch, "reuse": False if no_reuse else None}
+    import_torch()
+    from autobatch.cli.model_commands import fit_model  # noqa: PLC0415
+
+    return fit_model(source, options, explain=explain, save=save)
+
+
+@_command
+def predict(
+    *,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODULE:FUNCTION [NAME]...", help="A function of yours; cards may follow --gpu NAME."),
+    ] = None,
+    target_batch: Annotated[int | None, _TARGET] = None,
+    gpu: Annotated[list[str] | None, _option("--gpu", "NAME", "Such as L4 or 24GiB; default: the one here.")] = None,
+    all_cards: Annotated[bool, typer.Option("--all", help="Every card that is known, in one table.")] = False,
+    world_size: Annotated[
+        int | None, _option("--world-size", "N", "Ranks that share the target; default: one.", min=1)
+    ] = None,
+    data_parallel: Annotated[
+        Literal["ddp", "fsdp2"] | None,
+        typer.Option(help="How they share the model: each has all of it (ddp), or a shard (fsdp2)."),
+    ] = None,
+    margin: Annotated[
+        float | None, _option("--margin", "SHARE", "Left free on top of the prediction, such as 0.1.")
+    ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Also trace what would help; takes several times as long.")
+    ] = False,
+    explain: Annotated[bool, _EXPLAIN] = False,
+    save: Annotated[str | None, _SAVE] = None,
+) -> Answer:
+    """Predict what fits a card that need not be here; nothing is run. Exit code 1 if not even one sample fits."""
+    sources = [word for word in words or [] if ":" in word]
+    cards = [*(gpu or []), *(word for word in words or [] if ":" not in word)]
+    if len(sources) != 1:
+        raise InvalidArgument("pass MODULE:FUNCTION, your function that returns the model, such as train:make")
+    if all_cards and cards:
+        raise InvalidArgument("--all is not allowed with --gpu; see autobatch predict --help")
+    options: dict[str, Any] = {"target_batch": target_batch, "world_size": world_size, "data_parallel": data_parallel}
+    options |= {"margin": margin, "what_if": what_if or None, "all_cards": all_cards or None}
+    import_torch()
+    from autobatch.cli.model_commands import predict_model  # noqa: PLC0415
+
+    return predict_model(sources[0], cards, options, explain=explain, save=save)
+
+
+@_command
+def verify(*, source: Annotated[str, _SOURCE]) -> Answer:
+    """Compare the gradient of a few samples, whole and in parts. Exit code 1 if they differ."""
+    import_torch()
+    from autobatch.cli.model_commands import verify_model  # noqa: PLC0415
+
+    return verify_model(source)
+
+
+@_command
+def plans(
+    *,
+    model: Annotated[str | None, _option("--model", "TEXT", "Only those with this in their model's class.")] = None,
+    device: Annotated[str | None, _option("--device", "TEXT", "Only those with this in their device's name.")] = None,
+    limit: Annotated[int, _option("--limit", "N", "At most so many.", min=1)] = 20,
+) -> Answer:
+    """List the plans that were stored, the newest first."""
+    from autobatch.cli.plans import list_plans  # noqa: PLC0415
+
+    return list_plans(model, device, limit)
+
+
+@_command
+def show(*, plan: Annotated[str, _PLAN]) -> Answer:
+    """Show one plan and how its runs went."""
+    from autobatch.cli.plans import show_stored  # noqa: PLC0415
+
+    return show_stored(plan)
+
+
+@_command
+def diff(*, first: Annotated[str, _PLAN], second: Annotated[str, _PLAN]) -> Answer:
+    """Compare two plans. Exit code 1 if they differ."""
+    from autobatch.cli.plans import compare  # noqa: PLC0415
+
+    return compare(first, second)
+
+
+@_command
+def report(
+    *,
+    plan: Annotated[str, _PLAN],
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Default: autobatch-ID.html; - is stdout.")
+    ] = None,
+) -> Answer:
+    """Write one plan and its runs as a page with pictures."""
+    from autobatch.cli.plans import write_report  # noqa: PLC0415
+
+    return write_report(plan, output)
+
+
+@_command
+def forget(
+    *,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="The beginnings of their ids.")] = None,
+    older_than: Annotated[float | None, _option("--older-than", "DAYS", "All not stored or used since.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
+) -> Answer:
+    """Delete plans with their runs."""
+    from autobatch.cli.plans import delete  # noqa: PLC0415
+
+    return delete(ids or [], older_than, everything=everything)
 
 
 @contextmanager
@@ -138,31 +308,10 @@ def _logging(*, verbose: bool) -> Iterator[None]:
 
 
 def _is_no_plan(record: logging.LogRecord) -> bool:
-    return not isinstance(record.args, tuple) or not any(isinstance(one, PlanMade) for one in record.args)
+    return not isinstance(record.args, tuple) or "PlanMade" not in {type(one).__name__ for one in record.args}
 
 
 def _writes_to_terminal(handler: logging.Handler) -> bool:
     """Return whether the user's code logs to the terminal already, so that each line would be there twice."""
     stream = getattr(handler, "stream", None)
     return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-
-
-def _encodable(text: str, encoding: str | None) -> str:
-    r"""Return the text with ``\xe9`` for letters that the encoding lacks, such as ASCII in a container."""
-    return text if encoding is None else text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def _write(answer: Answer, *, as_json: bool, to_stderr: bool = False) -> int:
-    stream = sys.stderr if to_stderr else sys.stdout
-    if stream is None:  # closed by whoever started this
-        return USAGE
-    try:
-        stream.write(f"{_encodable(answer.show(as_json=as_json), stream.encoding)}\n")
-        stream.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python's own last flush must not raise
-        if isinstance(error, BrokenPipeError):  # the reader, such as head, has seen enough
-            return answer.code
-        unwritten = Answer(f"autobatch: the answer cannot be written: {error}", None, USAGE)
-        return USAGE if to_stderr else _write(unwritten, as_json=False, to_stderr=True)
-    return answer.code

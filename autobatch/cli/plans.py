@@ -5,16 +5,15 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import argparse
 import math
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from autobatch._formatting import format_bytes, plural, show_value
-from autobatch.cli.output import DONE, NO, Answer, check_folder, find_kind, read_count, refusals_of
+from autobatch.cli.output import DONE, NO, Answer, check_folder, find_kind, make_table, refusals_of, text_width
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.events.run_history import Run
 from autobatch.ledger.home import find_home, is_enabled
@@ -26,117 +25,89 @@ from autobatch.report.text import show_plan
 _DAY_S = 24 * 60 * 60
 
 
-def configure_plans(command: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    command.add_argument("--model", metavar="TEXT", help="only those whose model's class has this in its name")
-    command.add_argument("--device", metavar="TEXT", help="only those for a device with this in its name")
-    command.add_argument("--limit", type=read_count, default=20, metavar="N", help="at most so many (20)")
-    command.set_defaults(run=_list)
-
-
-def configure_show(command: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    command.add_argument("plan", metavar="ID|FILE", help="the beginning of a plan's id, or a file it was saved to")
-    command.set_defaults(run=_show)
-
-
-def configure_diff(command: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    command.description = "What differs between two plans. Exit code 1 if something does."
-    command.add_argument("first", metavar="ID|FILE", help="as for show")
-    command.add_argument("second", metavar="ID|FILE")
-    command.set_defaults(run=_diff)
-
-
-def configure_report(command: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    command.add_argument("plan", metavar="ID|FILE", help="as for show")
-    command.add_argument("-o", "--output", metavar="FILE", help="default: autobatch-ID.html; - is stdout")
-    command.set_defaults(run=_report)
-
-
-def configure_forget(command: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    command.add_argument("plans", nargs="*", metavar="ID", help="the beginnings of their ids")
-    command.add_argument("--older-than", type=float, metavar="DAYS", help="all that were not stored or used since")
-    command.add_argument("--all", action="store_true", help="everything")
-    command.set_defaults(run=_forget)
-
-
-def _list(options: argparse.Namespace) -> Answer:
+def list_plans(model: str | None, device: str | None, limit: int) -> Answer:
     with open_store() as store:
-        found = [(plan, store.runs_of(plan.id)) for plan in store.plans(options.model, options.device, options.limit)]
-    data = [{"plan": plan, "runs": runs} for plan, runs in found]
+        groups = _group(store.plans(model, device))
+        shown = [(group, [run for plan in group for run in store.runs_of(plan.id)]) for group in groups[:limit]]
+    data = [{"plan": group[0], "earlier": [plan.id for plan in group[1:]], "runs": runs} for group, runs in shown]
     if not data:
-        return Answer("no such plan is stored; autobatch fit MODULE:FUNCTION --target N makes one", data)
-    head = f"{'id':<13} {'made':<17} {'model':<20} {'device':<20} {'plan':<18} {'peak':>10}  runs"
-    more = [f"the newest {len(found)}; --limit shows more"] if len(found) == options.limit else []
-    return Answer("\n".join([head, *(_summarise(plan, runs) for plan, runs in found), *more]), data)
+        return Answer(["no such plan is stored; autobatch fit MODULE:FUNCTION --target N makes one"], data)
+    headings = ("id", "made", "model", "device", "plan", "peak", "confirmed", "runs")
+    more = [f"the newest {limit} of {len(groups)}; --limit shows more"] if len(groups) > limit else []
+    return Answer([make_table((_plan_row(*one) for one in shown), headings, right={5}), *more], data)
 
 
-def _summarise(plan: Plan, runs: list[Run]) -> str:
+def _group(plans: Iterable[Plan]) -> list[list[Plan]]:
+    """Join each plan, the newest first, with the plans that it confirms."""
+    groups: list[list[Plan]] = []
+    group_of: dict[str, list[Plan]] = {}
+    for plan in plans:
+        group = group_of.get(plan.id) or group_of.get(plan.confirms)
+        if group is None:
+            groups.append(group := [])
+        group.append(plan)
+        if plan.confirms:
+            group_of[plan.confirms] = group
+    return groups
+
+
+def _plan_row(group: Sequence[Plan], runs: Sequence[Run]) -> Sequence[str]:
+    plan = group[0]
     division = f"{plan.target_batch} = {plan.accumulation_steps} x {plan.micro_batch_size}"
     if plan.world_size > 1:
         division = f"{plan.target_batch} on {plan.world_size} ranks"
     peak_bytes = max((one.peak_bytes for one in plan.ranks), default=plan.peak_bytes)
     peak = format_bytes(peak_bytes) if peak_bytes else "-"
+    confirmed = f"{len(group) - 1} x" if len(group) > 1 else "-"
     steps, retries = sum(run.steps for run in runs), sum(run.retries for run in runs)
     went = f"{len(runs)}: {plural(steps, 'step')}, {plural(retries, 'retry', 'retries')}" if runs else "none"
     if runs and runs[0].outcome == "running":  # perhaps killed
         went += f", last written {_format_date(runs[0].last_seen_at)}"
-    return (
-        f"{plan.id:<13} {_format_date(plan.made_at):<17} {_cut(plan.model):<20} {_cut(plan.device.name):<20} "
-        f"{division:<18} {peak:>10}  {went}"
-    )
+    return plan.id, _format_date(plan.made_at), plan.model, plan.device.name, division, peak, confirmed, went
 
 
 def _format_date(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= 20 else f"{text[:17]}..."
+def show_stored(name: str) -> Answer:
+    plan, runs = _find_plan(name)
+    return Answer([show_plan(plan, runs, text_width())], {"plan": plan, "runs": runs})
 
 
-def _show(options: argparse.Namespace) -> Answer:
-    plan, runs = _find_plan(options.plan)
-    return Answer(show_plan(plan, runs), {"plan": plan, "runs": runs})
-
-
-def _diff(options: argparse.Namespace) -> Answer:
-    (first, _), (second, _) = _find_plan(options.first), _find_plan(options.second)
-    data = diff_plans_data(first, second)
+def compare(first: str, second: str) -> Answer:
+    (a, _), (b, _) = _find_plan(first), _find_plan(second)
+    data = diff_plans_data(a, b)
     differ = data["fields"] or data["trials"] or data["curve"]
-    return Answer(diff_plans(first, second), data, NO if differ else DONE)
+    return Answer([diff_plans(a, b)], data, NO if differ else DONE)
 
 
-def _report(options: argparse.Namespace) -> Answer:
+def write_report(name: str, output: str | None) -> Answer:
     from autobatch.report.html import render_report  # noqa: PLC0415 - no other command needs the templates
 
-    if options.output != "-":
-        check_folder("--output", options.output)
-    plan, runs = _find_plan(options.plan)
+    if output != "-":
+        check_folder("--output", output)
+    plan, runs = _find_plan(name)
     page = render_report(plan, runs)
-    if options.output == "-":
-        return Answer(page, {"page": page})
-    path = Path(options.output or f"autobatch-{plan.id or Path(options.plan).stem}.html")
+    if output == "-":
+        return Answer([page], {"page": page})
+    path = Path(output or f"autobatch-{plan.id or Path(name).stem}.html")
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise InvalidArgument(f"--output {path} cannot be written: {error}") from error
-    return Answer(f"written to {path}", {"written": str(path.absolute())})
+    return Answer([f"written to {path}"], {"written": str(path.absolute())})
 
 
-def _forget(options: argparse.Namespace) -> Answer:
-    if bool(options.plans) + (options.older_than is not None) + options.all != 1:
+def delete(ids: Sequence[str], days: float | None, *, everything: bool) -> Answer:
+    if bool(ids) + (days is not None) + everything != 1:
         raise InvalidArgument("forget takes ids, --older-than DAYS or --all: one of them")
-    days = options.older_than
     if days is not None and not (math.isfinite(days) and days > 0):
         raise InvalidArgument(f"--older-than {days:g} must be a number of days above 0")
     seconds = None if days is None else days * _DAY_S
     with open_store() as store:
-        count = store.forget(options.plans or None, older_than_seconds=seconds, everything=options.all)
-    return Answer(f"{plural(count, 'plan')} forgotten", {"forgotten": count})
+        count = store.forget(ids or None, older_than_seconds=seconds, everything=everything)
+    return Answer([f"{plural(count, 'plan')} forgotten"], {"forgotten": count})
 
 
 @contextmanager

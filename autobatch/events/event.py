@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -56,16 +55,6 @@ def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
             hook(event)
         except Exception as error:  # noqa: BLE001 - an error of a hook must not end the step
             _log_failure(hook, event, error)
-
-
-def progress_hooks(*, progress: bool) -> tuple[Hook, ...]:
-    """Return a hook that shows each event on stderr, if that is a terminal; a daemon has no stderr."""
-    return (_show,) if progress and sys.stderr is not None and sys.stderr.isatty() else ()
-
-
-def _show(event: Event) -> None:
-    sys.stderr.write(f"autobatch: {event}\n")
-    sys.stderr.flush()
 
 
 _failed: list[Callable[[], Hook | None]] = []

@@ -17,7 +17,7 @@ from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, take_module
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import PlanMade, emit
-from autobatch.events.event import progress_hooks
+from autobatch.events.progress import showing_progress
 from autobatch.exactness.partitions import Planned
 from autobatch.exactness.verification import check_split
 from autobatch.fitting.loader_sizes import source_of, warn_of_loader
@@ -152,7 +152,7 @@ def fit(
         ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
         # If all ranks try the same sizes, a plan that only some of them remember could not be confirmed.
         remembered = ledger if reuse and division.is_known and not division.trials.are_shared else Ledger(None)
-        with one_at_a_time():
+        with one_at_a_time(), showing_progress(progress=progress) as hooks:
             memory = _open_memory(workload, device, division, ranks)
             with collecting_new_objects():
                 with _record(workload, memory) as state:  # restores everything, whatever happens
@@ -166,7 +166,7 @@ def fit(
                             accumulate_in_float32=accumulate_in_float32,
                             limit_bytes=allowance.limit_bytes,
                         )
-                        lengths, hooks = _read_cut(cut, division), progress_hooks(progress=progress)
+                        lengths = _read_cut(cut, division)
                         request = Request(
                             *(workload, memory, allowance, state, division, wanted, source_of(batch), lengths, hooks),
                             ledger=remembered,

@@ -26,7 +26,7 @@ from autobatch.batch.example import find_example
 from autobatch.batch.samples import Layout, dims_of
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook, StageBegan, emit
-from autobatch.events.event import progress_hooks
+from autobatch.events.progress import showing_progress
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.division import balance
@@ -138,24 +138,26 @@ def predict(
     workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, shares[0], has_own_step=step is not None)
     circumstances = Circumstances(scaler=scaler, parallelism=parallelism)
-    hooks = progress_hooks(progress=progress)
-    sizing, proof = _find_sizing(
-        workload,
-        example.layout,
-        circumstances,
-        card=card,
-        share=shares[0],
-        margin=float(margin),
-        expandable_segments=expandable_segments,
-        all_cards=all_cards,
-        hooks=hooks,
-    )
-    explained = (run_apart(lambda: explain_loss(workload, example.layout)),) if workload.step is default_step else ()
-    warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
-    prediction = _predict(workload, example.layout, sizing, proof, warnings, all_cards=all_cards)
-    if parallelism is not None:
-        prediction = _share(prediction, parallelism, shares, model)
-    changes = try_changes(workload, example.layout, sizing, circumstances, hooks) if what_if else ()
+    with showing_progress(progress=progress) as hooks:
+        sizing, proof = _find_sizing(
+            workload,
+            example.layout,
+            circumstances,
+            card=card,
+            share=shares[0],
+            margin=float(margin),
+            expandable_segments=expandable_segments,
+            all_cards=all_cards,
+            hooks=hooks,
+        )
+        explained = (
+            (run_apart(lambda: explain_loss(workload, example.layout)),) if workload.step is default_step else ()
+        )
+        warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
+        prediction = _predict(workload, example.layout, sizing, proof, warnings, all_cards=all_cards)
+        if parallelism is not None:
+            prediction = _share(prediction, parallelism, shares, model)
+        changes = try_changes(workload, example.layout, sizing, circumstances, hooks) if what_if else ()
     seconds = time.perf_counter() - started
     plan = prediction.plan and prediction.plan.model_copy(update={"seconds": seconds})
     return prediction.model_copy(update={"changes": changes, "seconds": seconds, "plan": plan})

@@ -49,10 +49,10 @@ def explain_plan(plan: PlanRecord) -> str:
     return "\n".join([summarise_plan(plan), *_show_sections(sections)])
 
 
-def show_plan(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
-    """Return the HTML report's content as text of at most 80 columns; ``runs`` are the plan's, oldest first."""
-    lines = [summarise_plan(plan), *_show_sections([*plan_sections(plan), *run_sections(runs)])]
-    return "\n".join(part for line in lines for part in _wrap(line))
+def show_plan(plan: PlanRecord, runs: Sequence[Run] = (), width: int = _WIDTH) -> str:
+    """Return the HTML report's content as text of so many columns; ``runs`` are the plan's, oldest first."""
+    lines = [summarise_plan(plan), *_show_sections([*plan_sections(plan), *run_sections(runs)], width)]
+    return "\n".join(part for line in lines for part in _wrap(line, width))
 
 
 def _peak(plan: PlanRecord) -> str:
@@ -64,15 +64,15 @@ def _peak(plan: PlanRecord) -> str:
     return f"predicted peak {peak} of {budget} beside CUDA's own" if plan.predicted else f"peak {peak} of {budget}"
 
 
-def _show_sections(sections: Iterable[Section]) -> Iterator[str]:
+def _show_sections(sections: Iterable[Section], width: int = _WIDTH) -> Iterator[str]:
     for section in sections:
         yield from ("", section.title)
-        for line in (section.bar, *_show_table(section.table), *section.lines, *section.items):
+        for line in (section.bar, *_show_table(section.table, width), *section.lines, *section.items):
             if line:
                 yield f"  {line}"
 
 
-def _show_table(table: Table | None) -> Iterator[str]:
+def _show_table(table: Table | None, width: int) -> Iterator[str]:
     """Yield the lines of a table, with numbers to the right; a long last column wraps."""
     if table is None:
         return
@@ -84,17 +84,17 @@ def _show_table(table: Table | None) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
-            cell.rjust(width) if index in numbers else cell.ljust(width) if index < len(row) - 1 else cell
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(most) if index in numbers else cell.ljust(most) if index < len(row) - 1 else cell
+            for index, (cell, most) in enumerate(zip(row, widths, strict=True))
         ]
         before = "".join(cell + " " * gap for cell in cells[:-1])
-        first, *others = textwrap.wrap(cells[-1], max(_WIDTH - 2 - len(before), 20)) or [""]
+        first, *others = textwrap.wrap(cells[-1], max(width - 2 - len(before), 20)) or [""]
         yield (before + first).rstrip()
         yield from (" " * len(before) + other for other in others)
     yield from table.notes
 
 
-def _wrap(line: str) -> list[str]:
-    """Return the lines that a line needs in 80 columns, with the indent of the first."""
+def _wrap(line: str, width: int) -> list[str]:
+    """Return the lines that a line needs, with the indent of the first."""
     indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.wrap(line, _WIDTH, subsequent_indent=f"{indent}  ", break_on_hyphens=False) or [""]
+    return textwrap.wrap(line, width, subsequent_indent=f"{indent}  ", break_on_hyphens=False) or [""]

@@ -193,12 +193,13 @@ def shown_commands() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "line"), sorted(set(shown_commands())))
-def test_each_command_that_is_shown_is_known(page: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_that_is_shown_is_known(
+    page: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its name is a command, and its options are in that command's help."""
     name, *arguments = shlex.split(line)
-    with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
-    assert ended.value.code == 0, page
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([name, "--help"]) == 0, page
     assert {argument for argument in arguments if argument.startswith("--")} <= set(
         re.findall(r"--[a-z-]+", capsys.readouterr().out)
     )
@@ -206,9 +207,7 @@ def test_each_command_that_is_shown_is_known(page: str, line: str, capsys: pytes
 
 def test_every_command_has_a_section() -> None:
     """The page of the command line has one heading for each command that ``--help`` lists, by its name."""
-    listed = re.search(r"_COMMANDS = \{(.*?)\}", (ROOT / "autobatch" / "cli" / "main.py").read_text(), flags=re.DOTALL)
-    assert listed is not None
-    names = set(re.findall(r'"([a-z]+)":', listed[1]))
+    names = set(re.findall(r"@_command\ndef (\w+)", (ROOT / "autobatch" / "cli" / "main.py").read_text()))
     assert len(names) >= 10
     assert names <= slugs_of(DOCS / "howto" / "command-line.md")
 

@@ -121,6 +121,8 @@ def test_wheel_says_what_it_needs(wheel: Path) -> None:
     assert {re.split(r"[<>=!~]", need)[0] for need in needs} == {
         "torch",
         "nvidia-ml-py",
+        "rich",
+        "typer",
         "pydantic",
         "platformdirs",
         "jinja2",

@@ -129,9 +129,11 @@ def test_a_day_with_it(ask):
 
     code, text, _ = ask("plans")
     assert code == 0
-    assert [line.split()[0] for line in text.splitlines()] == ["id", second.id, second.confirms]
+    assert [line.split()[0] for line in text.splitlines()] == ["id", second.id]
     assert "Sequential" in text
-    assert [row["plan"]["id"] for row in json.loads(ask("plans", "--json")[1])] == [second.id, second.confirms]
+    assert "1 x" in text
+    [row] = json.loads(ask("plans", "--json")[1])
+    assert (row["plan"]["id"], row["earlier"]) == (second.id, [second.confirms])
     assert ask("plans", "--model", "transformer")[1].startswith("no such plan is stored")
 
     code, text, _ = ask("show", second.id[:6])
@@ -263,7 +265,7 @@ WRONG = {
     "no target": (("fit", "train_it:make"), "say --target: 'train_it:make' returned no 'target_batch'"),
     "a target of 0": (
         ("fit", "train_it:make", "--target", "0"),
-        "argument --target: '0' is not a whole number from 1 on",
+        "'--target'",
     ),
     "no batch": (("fit", "train_it:without_batch", "--target", "8"), "Conv2d"),
     "nothing to verify": (("verify", "train_it:without_batch"), "returned no 'batch'"),
@@ -277,11 +279,7 @@ WRONG = {
     "no such file": (("show", "nothing.json"), "no file nothing.json"),
     "nothing to forget": (("forget",), "forget takes ids, --older-than DAYS or --all: one of them"),
     "two ways to forget": (("forget", "--all", "--older-than", "3"), "one of them"),
-    "more plans than any number": (
-        ("plans", "--limit", "9" * 20),
-        f"argument --limit: '{'9' * 20}' is larger than any count: it has more than 18 digits",
-    ),
-    "no plans at all": (("plans", "--limit", "0"), "argument --limit: '0' is not a whole number from 1 on"),
+    "no plans at all": (("plans", "--limit", "0"), "'--limit'"),
 }
 
 
@@ -561,8 +559,8 @@ def test_two_searches_that_found_the_same_do_not_differ(ask):
 def test_a_list_that_was_cut_says_so(ask):
     """With what shows the rest."""
     ask("fit", "train_it:make", "--target", "64")
-    ask("fit", "train_it:make", "--target", "64")
-    assert ask("plans", "--limit", "1")[1].splitlines()[-1] == "the newest 1; --limit shows more"
+    ask("fit", "train_it:make", "--target", "64", "--no-reuse")
+    assert ask("plans", "--limit", "1")[1].splitlines()[-1] == "the newest 1 of 2; --limit shows more"
     assert "shows more" not in ask("plans")[1]
 
 
@@ -579,11 +577,11 @@ def test_a_ledger_that_is_turned_off_is_no_trouble(ask, monkeypatch):
     ("command", "why"),
     [
         (["fit", "train_it:make", "--target", "many"], "--target"),
-        (["fit", "--target", "8"], "required"),
+        (["fit", "--target", "8"], "Missing argument"),
         (["plans", "--colour"], "--colour"),
         (["predict", "--gpu", "L4", "--all", "train_it:make"], "not allowed with"),
         (["plan"], "plan"),
-        ([], "COMMAND"),
+        ([], "see autobatch"),
     ],
 )
 def test_a_command_line_that_means_nothing_ends_in_one_line(ask, command, why):
