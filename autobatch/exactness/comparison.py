@@ -119,29 +119,47 @@ class SplitComparison:
         return hidden.model_copy(update={"causes": causes})
 
     def _look_quickly(self, few: Layout, partitions: Sequence[Sizes]) -> tuple[Verdict | None, Side]:
-        """Compare in float32; return the verdict if that shows it, and how parameters had moved if they differ."""
-        moved: Side = ""
+        """Compare the step as it is; a repeatable one in float32 if it draws, or is in half precision.
+
+        Returns:
+            The verdict if that shows it, and how parameters had moved if the gradients differ.
+        """
         try:
-            with self._measure_quickly(few) as measured:
-                if not 0 < measured.norm() < inf:
-                    return None, moved
-                if batch_norms_in_train_mode(self.workload.model):
-                    sizes = (partitions or partitions_of(few.count, 2) or partitions_of(few.count, 1))[0]
-                    return (judge_batch_norm(measured, ranges_of(sizes)) if self.after_trials else None), moved
-                if partitions:
-                    error = measured.error([ranges_of(sizes) for sizes in partitions])
-                else:
-                    sides = crossings(few.count)
-                    partitions = [*dict.fromkeys(tuple(map(len, parts)) for parts in sides)]
-                    error, moved = measured.error_after_moves(*sides)
-                exact = error <= TOLERANCE
-                if exact or (error > _SURELY and not self.explains):
-                    return _verdict(error, few.count, partitions), moved
+            if self.is_free is not False:
+                with self._measure(few) as measured:
+                    if self.is_free is None:
+                        before = _read_generators(self.device.torch_device)
+                        measured.whole()
+                        self.writes = measured.writes
+                        is_still = _read_generators(self.device.torch_device) == before
+                        self.is_free = is_still and not is_narrow([*self.workload.parameters(), *tensors_of(few.batch)])
+                    if self.is_free:
+                        return self._judge_quickly(measured, partitions)
+            with self._measure(few, torch.float32) as measured:
+                return self._judge_quickly(measured, partitions)
         except Exception as error:
             if isinstance(error, AutobatchError) or self.is_free is None:
                 raise
             # A step that refuses single samples, or such values.
             _log.debug("the quick comparison was left: %s", describe_error(error))
+        return None, ""
+
+    def _judge_quickly(self, measured: Measurement, partitions: Sequence[Sizes]) -> tuple[Verdict | None, Side]:
+        count = measured.layout.count
+        moved: Side = ""
+        if not 0 < measured.norm() < inf:
+            return None, ""
+        if batch_norms_in_train_mode(self.workload.model):
+            sizes = (partitions or partitions_of(count, 2) or partitions_of(count, 1))[0]
+            return (judge_batch_norm(measured, ranges_of(sizes)) if self.after_trials else None), ""
+        if partitions:
+            error = measured.error([ranges_of(sizes) for sizes in partitions])
+        else:
+            sides = crossings(count)
+            partitions = [*dict.fromkeys(tuple(map(len, parts)) for parts in sides)]
+            error, moved = measured.error_after_moves(*sides)
+        if error <= TOLERANCE or (error > _SURELY and not self.explains):
+            return _verdict(error, count, partitions), moved
         return None, moved
 
     def _look_closely(self, few: Layout, partitions: Sequence[Sizes], moved: Side = "") -> Verdict:
@@ -203,23 +221,6 @@ class SplitComparison:
                 raise
             _log.exception("looking for the cause of an inexact split failed")
             return (f"its cause could not be found ({type(error).__name__}; its text is in the log)",)
-
-    @contextmanager
-    def _measure_quickly(self, few: Layout) -> Iterator[Measurement]:
-        """Yield a measurement of the step as it is; of a repeatable one if it draws, or is in half precision."""
-        if self.is_free is not False:
-            with self._measure(few) as measured:
-                if self.is_free is None:
-                    before = _read_generators(self.device.torch_device)
-                    measured.whole()
-                    self.writes = measured.writes
-                    is_still = _read_generators(self.device.torch_device) == before
-                    self.is_free = is_still and not is_narrow([*self.workload.parameters(), *tensors_of(few.batch)])
-                if self.is_free:
-                    yield measured
-                    return
-        with self._measure(few, torch.float32) as measured:
-            yield measured
 
     @contextmanager
     def _measure(self, few: Layout, dtype: torch.dtype | None = None, moved: Side = "") -> Iterator[Measurement]:

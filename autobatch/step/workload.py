@@ -93,19 +93,18 @@ class Workload:
                 owned += module._parameters.values()  # noqa: SLF001 - as above
                 if module._modules:  # noqa: SLF001 - as above
                     waiting += reversed(module._modules.values())  # noqa: SLF001 - as above
-        found = {id(one): one for one in (*owned, *self.held_by_optimizer())}
+        found = {id(one): one for one in (*owned, *self._held_by_optimizer())}
         return [one for one in found.values() if one is not None]
 
     def count_trained(self) -> int:
         """Count the values of the parameters that the optimizer moves; those of lazy modules have none yet."""
-        trained = [one for one in self.held_by_optimizer() if one.requires_grad]
+        trained = [one for one in self._held_by_optimizer() if one.requires_grad]
         try:
             return sum(one.numel() for one in trained)
         except (NotImplementedError, RuntimeError, ValueError):  # asking first takes five times as long
             return sum(one.numel() for one in trained if not is_uninitialized(one))
 
-    def held_by_optimizer(self) -> list[nn.Parameter]:
-        """Return the parameters in the optimizer's groups."""
+    def _held_by_optimizer(self) -> list[nn.Parameter]:
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         return [parameter for group in groups for parameter in group["params"]]
 

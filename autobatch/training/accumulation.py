@@ -99,7 +99,6 @@ class Accumulation:
     watched: int = _WATCHED_STEPS
     _hooks: frozenset[int] = frozenset()
     _next_handle: int = 0
-    _held: int = 0
     _is_additive: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
     _stated: StatedCounts = field(default_factory=StatedCounts)
@@ -150,7 +149,7 @@ class Accumulation:
         """
         self._is_watched, self.watched = self.watched > 0, max(self.watched - 1, 0)
         self.leaves_are_known = self.leaves_are_known and not (self._is_watched and self.is_training)
-        self._parameters, self._held = self.workload.parameters(), len(self.workload.held_by_optimizer())
+        self._parameters = self.workload.parameters()
         if self.is_training:
             if not (found := find_hooks(self._parameters)) <= self._hooks:
                 self.workload.check_hooks(self._hooks)
@@ -373,13 +372,8 @@ class Accumulation:
 
     def drop_gradients(self) -> None:
         """Set every ``.grad`` to ``None``, after an update."""
-        for parameter in self._find_parameters():
+        for parameter in self.workload.parameters():  # a forward pass may have made some
             parameter.grad = None
-
-    def _find_parameters(self) -> Sequence[torch.Tensor]:
-        """Parameters after the passes, which may have made some: a lazy module does in the first step."""
-        has_new = self._is_watched or len(self.workload.held_by_optimizer()) != self._held
-        return self.workload.parameters() if has_new else self._parameters
 
     def _end(self, undo: Undo) -> None:
         self._sums.end()
@@ -421,7 +415,7 @@ class Accumulation:
 
     def _combine(self, shared: SharedStep, progress: AccumulationState) -> None:
         """Make loss and ``.grad`` those of all ranks; no loss where no sample of any counts."""
-        parameters = self._find_parameters()
+        parameters = self.workload.parameters()
         sums = self._sums.take()
         progress.loss = shared.sum(parameters, sums, progress.loss, counted=progress.counted, unit=progress.unit)
         progress.unit = None
@@ -430,7 +424,7 @@ class Accumulation:
         """Multiply the gradients once the true total is known; float32 sums before they are rounded."""
         if factor != 1:
             self._sums.multiply(factor)
-            for parameter in self._find_parameters():
+            for parameter in self.workload.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 

@@ -421,7 +421,7 @@ def ask(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["plans", "--limit", text] for text in ("0", "-1", "x", "1.5", "", str(10**22), "9" * 5000)),
+        *(["plans", "--limit", text] for text in ("0", "-1", "x", "1.5", "", "9" * 5000)),
         *(["fit", "m:f", "--target", text] for text in ("0", "x", "", "9" * 5000)),
         *(["fit", "m:f", "--max-micro-batch", text] for text in ("0", "x", str(10**22))),
         ["predict", "m:f", "--target", "9" * 5000],

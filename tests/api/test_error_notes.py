@@ -277,7 +277,7 @@ def frames_of_ours(error: BaseException) -> int:
 
 @pytest.mark.parametrize(
     ("entry", "most"),
-    [("run_fit", 15), ("run_bound_fit", 16), ("run_step", 8), ("run_step_over", 8), ("run_verify", 14)],
+    [("run_fit", 15), ("run_bound_fit", 16), ("run_step", 8), ("run_step_over", 8), ("run_verify", 16)],
 )
 def test_the_users_frames_are_not_buried(entry: str, most: int) -> None:
     """Few of our frames lie between the user's call and the user's step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,11 +76,12 @@ class Screen(io.StringIO):
 
 
 def lines_of(call, monkeypatch, **screen):
-    """What the call has shown."""
+    """The lines that the call has shown, without those of the bar."""
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", Screen(**screen))
         call()
-        return sys.stderr.getvalue().splitlines()
+        lines = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", sys.stderr.getvalue()).splitlines()
+        return [line for line in lines if line.startswith("autobatch: ") and "━" not in line]
 
 
 def job():
