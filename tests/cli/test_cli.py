@@ -438,11 +438,11 @@ def test_help_answers_at_once():
 
 @pytest.mark.parametrize("command", [["plans"], ["show", "plan.json"], ["devices"], ["doctor"]], ids=" ".join)
 def test_looking_takes_little_more_than_importing_pydantic(command, here, ask):
-    """Which is most of what it takes; under 0.3 s is the rest for sure, and 0.1 s where nothing else runs."""
+    """Under 0.5 s is the rest for sure, of which typer and rich take most; about 0.2 s where nothing else runs."""
     ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
     ledger = {"AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
     records = "import pydantic\nclass Record(pydantic.BaseModel): size: int"
-    assert time_best("-m", "autobatch", *command, **ledger) - time_best("-c", records) < 0.3
+    assert time_best("-m", "autobatch", *command, **ledger) - time_best("-c", records) < 0.5
 
 
 def test_it_runs_as_a_module_and_as_a_command():
