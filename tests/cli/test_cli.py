@@ -430,19 +430,21 @@ def time_best(*arguments, **environment):
     return min(seconds)
 
 
+RECORDS = "import pydantic\nclass Record(pydantic.BaseModel): size: int"
+
+
 @pytest.mark.quick
 def test_help_answers_at_once():
-    """Beside what Python itself takes to start: under 0.3 s."""
-    assert time_best("-m", "autobatch", "--help") - time_best("-c", "pass") < 0.3
+    """In less than four times what pydantic takes to start: a ratio, as this machine may be slow just now."""
+    assert time_best("-m", "autobatch", "--help") < 4 * time_best("-c", RECORDS)
 
 
 @pytest.mark.parametrize("command", [["plans"], ["show", "plan.json"], ["devices"], ["doctor"]], ids=" ".join)
 def test_looking_takes_little_more_than_importing_pydantic(command, here, ask):
-    """Under 0.5 s is the rest for sure, of which typer and rich take most; about 0.2 s where nothing else runs."""
+    """Less than six times as long, mostly for our records, typer and rich; with torch, twelve times and more."""
     ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
     ledger = {"AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
-    records = "import pydantic\nclass Record(pydantic.BaseModel): size: int"
-    assert time_best("-m", "autobatch", *command, **ledger) - time_best("-c", records) < 0.5
+    assert time_best("-m", "autobatch", *command, **ledger) < 6 * time_best("-c", RECORDS)
 
 
 def test_it_runs_as_a_module_and_as_a_command():
