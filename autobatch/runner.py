@@ -26,7 +26,7 @@ from autobatch.fitting.options import (
 )
 from autobatch.result import StepResult
 from autobatch.step.workload import Step
-from autobatch.training.given_batches import several
+from autobatch.training.batches import several
 from autobatch.training.loader_steps import (
     Pass,
     Progress,

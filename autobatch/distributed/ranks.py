@@ -21,7 +21,7 @@ from autobatch.distributed.reduction import Reduction
 from autobatch.distributed.sharded.lockstep import Lockstep
 from autobatch.distributed.sharded.model import group_of, has_shards, is_sharded, refuse_unsupported_sharding
 from autobatch.errors import InvalidArgument
-from autobatch.undo.tensor_header import is_uninitialized
+from autobatch.torch_internals.storages import is_uninitialized
 
 _LOCAL_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # in names of parameters, perhaps on some ranks only
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

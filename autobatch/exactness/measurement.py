@@ -39,7 +39,6 @@ from autobatch.step.workload import Step, Workload, split_output
 from autobatch.training.accumulation import Accumulation
 from autobatch.undo.module_state import ModuleState
 from autobatch.undo.undo import Undo
-from autobatch.undo.written_memory import WrittenMemory
 
 _log = logging.getLogger("autobatch")
 
@@ -285,14 +284,14 @@ class Measurement:
         accumulation = Accumulation(workload, self.device, scale, records=False, owns_batches=True, watched=watched)
         records = self.writes is not False
         try:
-            with self.start.watch(WrittenMemory(), tensors_of(self.layout.batch)) if records else nullcontext():
+            with self.start.watch(tensors_of(self.layout.batch)) if records else nullcontext():
                 done = accumulation.run(layouts, self.layout.count)
             self.writes = bool(self.start.memory)
         finally:
             self._restore_outside()  # no run may follow; the model stays: a diagnosis looks at it
         if self.random is not None:
             self.random.end()
-        self._loss = 0.0 if done is None or done.loss is None else float(done.loss)
+        self._loss = 0.0 if done is None or done.loss.value is None else float(done.loss.value)
         return parameters
 
     def _run(self, parts: Parts, factor: float = 1.0) -> Gradients:

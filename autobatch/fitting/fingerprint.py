@@ -22,7 +22,7 @@ from autobatch.batch.samples import Layout
 from autobatch.batch.tree import tensors_of
 from autobatch.records import DeviceInfo, Padding
 from autobatch.step.workload import Workload
-from autobatch.undo.tensor_header import is_uninitialized
+from autobatch.torch_internals.storages import is_uninitialized
 
 
 def fingerprint(

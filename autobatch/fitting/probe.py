@@ -33,7 +33,7 @@ from autobatch.step.workload import Workload, read_output
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState
-from autobatch.undo.optimizer_state import count_state, is_making_state, make_state
+from autobatch.training.update import count_state, is_making_state, make_state
 from autobatch.undo.training_state import TrainingState
 from autobatch.undo.written_memory import WrittenMemory
 

@@ -6,7 +6,15 @@ traceback would keep the failed step's tensors alive.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
+
+from autobatch.errors import DoesNotFit
+
+_T = TypeVar("_T")
 
 # torch.AcceleratorError has the runtime's number (cudaError_t; HIP has the same numbers).
 _OUT_OF_MEMORY_CODE = 2
@@ -111,6 +119,24 @@ def describe_error(error: BaseException, *, handled: BaseException | None = None
     [link, *_] = [e for e in chain if _means_oom(e)] or [e for e in chain if _contains(e, _AMBIGUOUS_TEXTS)] or chain
     line = next((line.strip() for line in str(link).splitlines() if line.strip()), "")
     return f"{type(link).__name__}: {line}" if line else type(link).__name__
+
+
+def try_twice(reclaim: Callable[[], None], purpose: str, action: Callable[..., _T], *arguments: Any) -> _T:
+    """Do what takes little memory; if memory runs out, try again after all caches are given back.
+
+    Raises:
+        DoesNotFit: Memory ran out twice.
+    """
+    handled = sys.exc_info()[1]
+    for _ in range(2):
+        try:
+            return action(*arguments)
+        except Exception as error:
+            if not is_oom(error, handled=handled):
+                raise
+            reason = describe_error(error, handled=handled)
+        reclaim()  # after the ``except`` block, where the failed frames are gone
+    raise DoesNotFit(f"ran out of memory while {purpose} ({reason}); the step was undone")
 
 
 def _unchain(error: BaseException, handled: BaseException | None) -> list[BaseException]:

@@ -20,7 +20,7 @@ from autobatch._wrappers import is_optimizer, own_table
 from autobatch.errors import InvalidArgument
 from autobatch.step.gradient_hooks import remove_hook, table_of
 from autobatch.step.reachable import attributes_of, parts_of, walk
-from autobatch.undo.tensor_header import is_uninitialized
+from autobatch.torch_internals.storages import is_uninitialized
 
 _WATCHED_STEPS = 2
 

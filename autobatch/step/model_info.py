@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from autobatch._user_errors import contextmanager
 from autobatch._wrappers import members_of, own_table, unwrap_model, unwrap_optimizer
 from autobatch.records import ModelIdentity, Saving
-from autobatch.undo.tensor_header import is_uninitialized
+from autobatch.torch_internals.storages import is_uninitialized
 
 _MARK = "get_compiler_config"
 _CHECKPOINTS = "torch.utils.checkpoint"

@@ -21,8 +21,7 @@ from autobatch.step.losses import Term, read_terms, read_weights
 from autobatch.step.losses import Weigh as Weigh  # noqa: PLC0414 - callers take both types from here
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.reachable import find_outside
-from autobatch.torch_internals.storages import bytes_of
-from autobatch.undo.tensor_header import is_uninitialized
+from autobatch.torch_internals.storages import bytes_of, is_uninitialized
 
 Step = Callable[[nn.Module, Any], Any]
 
@@ -95,6 +94,11 @@ class Workload:
                     waiting += reversed(module._modules.values())  # noqa: SLF001 - as above
         found = {id(one): one for one in (*owned, *self._held_by_optimizer())}
         return [one for one in found.values() if one is not None]
+
+    def drop_gradients(self) -> None:
+        """Set every ``.grad`` to ``None``, also of parameters that a forward pass has made."""
+        for parameter in self.parameters():
+            parameter.grad = None
 
     def count_trained(self) -> int:
         """Count the values of the parameters that the optimizer moves; those of lazy modules have none yet."""

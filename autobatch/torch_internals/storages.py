@@ -1,4 +1,4 @@
-"""Finds the storages of a tensor of any layout, which ``memory.cpu`` counts and ``undo`` copies."""
+"""Finds the storages of a tensor of any layout, which ``memory.cpu`` counts and ``undo`` copies; knows lazy ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+UNDISTURBED = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - no public way to ask what has no shape yet
+LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
+"""Classes of a lazy module's parameters and buffers that have no shape yet."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -18,6 +22,11 @@ _SPARSE_PARTS = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+
+
+def is_uninitialized(tensor: torch.Tensor) -> bool:
+    """Return whether it is a lazy module's tensor that has no shape yet; few questions may be asked of one."""
+    return isinstance(tensor, UninitializedParameter | UninitializedBuffer)
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

@@ -16,35 +16,32 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from autobatch._user_errors import contextmanager
+from autobatch._user_errors import contextmanager, note_where
 from autobatch.batch.cut import Division, Group, MicroBatch, cut_apart
 from autobatch.batch.samples import Layout
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.memory.device import Device
-from autobatch.memory.oom import describe_error, is_oom
+from autobatch.memory.oom import describe_error, is_oom, try_twice
 from autobatch.step.gradient_hooks import find_hooks
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import AccumulationState, Shortage
+from autobatch.training.batches import cut_weighed, find_least_size, refuse_larger_micro_batches
 from autobatch.training.given_backward import Backward
-from autobatch.training.loss_denominators import Denominators, DividedLoss
-from autobatch.training.micro_batches import check_additive, cut, find_least_size, refuse_graphs
 from autobatch.training.misuse import BatchWatch, GradientWatch
 from autobatch.training.stated_counts import StatedCounts, check_counts, find_doubtful, read_stated
-from autobatch.training.step_errors import refuse_larger_micro_batches
-from autobatch.undo.gradients import Float32Sums
-from autobatch.undo.sparse_gradients import coalesce_gradients, widen_gradients
+from autobatch.training.weights import DividedLoss, StepLoss, check_additive
+from autobatch.undo.gradients import Float32Sums, join_sparse_rows
 from autobatch.undo.undo import Undo
 from autobatch.undo.written_memory import WrittenMemory
 
 _LOG = logging.getLogger("autobatch")
-_T = TypeVar("_T")
 
 _COPYING = "copying what the step changes, such as buffers"
 
@@ -57,8 +54,6 @@ class Accumulation:
     """Accumulates the gradients of one workload on one device, batch after batch.
 
     Attributes:
-        workload: Model, step, weights, optimizer.
-        device: Device that runs the micro-batches.
         scale: Applied to each micro-batch's loss before its backward pass: a ``GradScaler``'s ``scale``.
         in_float32: Whether gradients in bfloat16 and float16 of several micro-batches are added up in float32.
         smallest: Fewest samples that the model can run; no batch is cut into smaller micro-batches.
@@ -68,7 +63,6 @@ class Accumulation:
             them may have. A trial runs only the first two. 0: all are run.
         keep: Objects of the user that the step changes; see ``undo.user_objects``.
         owns_batches: Whether the batches are copies that the user does not see.
-        division: How batches become groups of samples that may run together.
         max_micro_batch: The most samples of a micro-batch that the user allows; ``None``: no limit.
         backward: Called with each micro-batch's loss, scaled, in place of ``loss.backward()``.
         is_training: Whether these are a Runner's steps, between which the user may change anything.
@@ -124,16 +118,16 @@ class Accumulation:
             undo.gradients.set_aside()
             progress = self.begin(batches, largest, undo)
             shortage = self.attempt(progress, undo)
-            if shortage is None and progress.loss is not None:
+            if shortage is None and progress.loss.value is not None:
                 self.complete(progress, undo, None)
         except BaseException:
             self.undo(undo)
             raise
-        if shortage is not None or progress.loss is None:
+        if shortage is not None or progress.loss.value is None:
             self.undo(undo)
         if shortage is not None:
             raise DoesNotFit(shortage.reason)
-        if progress.loss is None:
+        if progress.loss.value is None:
             return None
         gradients = undo.gradients
         self.commit(undo)
@@ -154,7 +148,7 @@ class Accumulation:
             if not (found := find_hooks(self._parameters)) <= self._hooks:
                 self.workload.check_hooks(self._hooks)
             self._hooks, self._next_handle = found, RemovableHandle.next_id
-        return self.try_twice(_COPYING, self._record, self._parameters)
+        return try_twice(self.device.reclaim, _COPYING, self._record, self._parameters)
 
     def _record(self, parameters: Sequence[torch.Tensor] = ()) -> Undo:
         model, device = self.workload.model, self.device.torch_device
@@ -175,11 +169,11 @@ class Accumulation:
             InvalidArgument: ``weigh`` does not count, trimming changes a sample's length, or a batch carries a graph.
             DoesNotFit: ``weigh`` or ``lengths`` ran out of memory.
         """
-        tensors = [tensor for layout in batches for tensor in layout.tensors()]
         if self.is_training:
             self._stated.begin()
-        refuse_graphs(tensors)
-        groups = self.try_twice("dividing the batch with cut=", self.division, batches, largest)
+        tensors = [tensor for layout in batches for tensor in layout.tensors()]
+        watch = BatchWatch(tensors, [one.batch for one in batches] if self._is_watched else ())
+        groups = try_twice(self.device.reclaim, "dividing the batch with cut=", self.division, batches, largest)
         if self.smallest > 1 and self.max_micro_batch is not None:
             refuse_larger_micro_batches(groups, self.max_micro_batch, self.smallest, self.workload.model)
         weighed = self.workload.weigh is not None
@@ -187,11 +181,13 @@ class Accumulation:
         if weighed and (self._stated.is_due or not self._is_additive):
             check_additive(self._cut_wholes(batches), micro_batches)
             self._is_additive = True
-        watch = BatchWatch(tensors, [one.batch for one in batches] if self._is_watched else ())
-        progress = AccumulationState(groups, micro_batches, watch, weighed=weighed)
-        progress.had_gradients = undo.gradients.are_there
-        if self.counted_per_sample:
-            progress.expect(self.counted_per_sample, is_scaled=self.scale is not None)
+        loss = StepLoss(
+            micro_batches,
+            weighed=weighed,
+            counted_per_sample=self.counted_per_sample,
+            is_scaled=self.scale is not None,
+        )
+        progress = AccumulationState(groups, micro_batches, loss, watch, had_gradients=undo.gradients.are_there)
         if shared is not None:
             self._open(shared, progress, batches, undo)
         return progress
@@ -206,37 +202,42 @@ class Accumulation:
             InvalidArgument: The step wrote into its batch or into gradients, trains what is in neither model nor
                 optimizer, or returned no valid loss or count.
         """
-        if not progress.todo:  # a rank without samples
+        if not progress.micro_batches:  # a rank without samples
             return None
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         self._sums.clear()  # of an attempt that failed, here or on another rank
-        if self.in_float32 and len(progress.todo) > 1:
+        if self.in_float32 and len(progress.micro_batches) > 1:
             self._sums.begin(self._parameters)
         try:
             with self._watch(undo, progress) if self._is_watched else nullcontext():
-                while progress.todo:
-                    micro_batch = progress.todo[0]
+                for micro_batch in progress.micro_batches:
                     if not micro_batch.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
-                        progress.finish(None, None)
+                        progress.aux.append(None)
                         continue
                     with self.device.micro_batch(micro_batch.size) or nullcontext():
                         # No variable stays: nothing of a micro-batch is held but what the user put beside its loss.
-                        progress.finish(*self._run_micro_batch(micro_batch, progress))
+                        progress.aux.append(self._run_micro_batch(micro_batch, progress))
         except Exception as error:
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
-                progress.note_where(error, self.workload.called_by)
+                self._note_where(error, progress)
                 raise
             reason = describe_error(error, handled=handled)
         else:
             return None
         return self._note_shortage(progress, undo, reason)
 
+    def _note_where(self, error: Exception, progress: AccumulationState) -> None:
+        """Name the user's function that runs now in a note on its error; errors of autobatch name it already."""
+        if progress.running and not isinstance(error, AutobatchError):
+            size = progress.micro_batches[len(progress.aux)].size
+            note_where(error, progress.running, self.workload.called_by, size)
+
     def _note_shortage(self, progress: AccumulationState, undo: Undo, reason: str) -> Shortage:
         self.leaves_are_known = False  # the next attempt looks at its graph again
         self._sums.clear()  # memory is full
         self.watched = max(self.watched, 1)
         progress.watch.refuse_writes(undo.memory, stays=not self.owns_batches)
-        self.refuse_lost(undo, reason)
+        undo.refuse_lost(reason)
         failed = progress.fail()
         return Shortage(
             failed_size=failed.size,
@@ -249,72 +250,61 @@ class Accumulation:
     @contextmanager
     def _watch(self, undo: Undo, progress: AccumulationState) -> Iterator[None]:
         """Record what is written into, and refuse a step that does the training loop's work."""
-        recorder = undo.watch(self.written, self._find_apart()) if self.records else nullcontext()
+        recorder = undo.watch(self._find_apart()) if self.records else nullcontext()
         with self.workload.guard(self._parameters), recorder:
             yield
         progress.watch.refuse_writes(undo.memory, stays=not self.owns_batches)
 
-    def _run_micro_batch(self, micro_batch: MicroBatch, progress: AccumulationState) -> tuple[DividedLoss | None, Any]:
-        """Add one micro-batch's gradient to ``.grad``; returns its part of the loss, and what is beside it."""
+    def _run_micro_batch(self, micro_batch: MicroBatch, progress: AccumulationState) -> Any:
+        """Add one micro-batch's part to ``.grad`` and to the loss; returns what the step put beside its loss."""
         progress.phase, progress.running = "forward", self.workload.named
         gradients = GradientWatch(self._parameters, self._sums) if self._is_watched else None
-        samples = self._move(micro_batch)
+        samples = self._take(micro_batch)
         returned = self._call_step(samples)
         progress.running = ""
         losses, aux = (returned, None) if type(returned) is torch.Tensor else split_output(returned)
         if gradients is not None:
             gradients.refuse_change()
-        divided = progress.denominators.divide(micro_batch, losses, progress.unit)
+        divided = progress.loss.divide(micro_batch, losses)
         progress.stated += read_stated(micro_batch, losses) if self._stated.is_due else ()
-        if divided is not None:
-            loss, factor = divided[:2]
-            if not self.leaves_are_known:
-                self.workload.check_leaves(loss, self.stand_ins())
-                self.leaves_are_known = True  # going through the graph takes as long as a forward pass
-            progress.phase, progress.running = "backward", "the backward pass of your loss"
-            self._run_backward(loss, factor)
-            progress.running = ""
+        if divided is not None and not self.leaves_are_known:
+            self.workload.check_leaves(divided[0], self.stand_ins())
+            self.leaves_are_known = True  # going through the graph takes as long as a forward pass
+        progress.phase, progress.running = "backward", "the backward pass of your loss"
+        self._run_backward(divided)
+        progress.running = ""
         if self._is_watched or self._has_sparse:
-            self._join_sparse_rows(progress)
-        return divided, aux
+            widen_to = self.stands_for if not progress.aux else 0
+            self._has_sparse = join_sparse_rows(self._parameters, self._sums, widen_to)
+        progress.loss.add(divided)
+        return aux
+
+    def _take(self, micro_batch: MicroBatch) -> Any:
+        """The samples of a micro-batch on the device, in containers of their own."""
+        return micro_batch.take(self.device.move_tensor, self.device.torch_device)
 
     def _call_step(self, samples: Any) -> Any:
-        return (
-            self.workload.call_step(samples) if self._is_watched else self.workload.step(self.workload.model, samples)
-        )
+        workload = self.workload
+        return workload.call_step(samples) if self._is_watched else workload.step(workload.model, samples)
 
-    def _run_backward(self, loss: torch.Tensor, factor: float) -> None:
-        loss = loss * factor if self.scale is None else self.scale(loss * factor)
+    def _run_backward(self, divided: DividedLoss | None) -> None:
+        if divided is None:  # the step states a count of 0
+            return
+        loss = divided[0] * divided[1] if self.scale is None else self.scale(divided[0] * divided[1])
         if self.backward is None:
             loss.backward()
         else:
             self.backward(loss)
-
-    def _move(self, micro_batch: MicroBatch) -> Any:
-        """The samples of a micro-batch on the device, in containers of their own."""
-        return micro_batch.take(self.device.move_tensor, self.device.torch_device)
 
     def _find_apart(self) -> Sequence[torch.Tensor]:
         """Memory that steps write into and that is never put back."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return [*gradients, *self._sums.tensors()]
 
-    def _join_sparse_rows(self, progress: AccumulationState) -> None:
-        """Join equal rows: torch appends those of each micro-batch to the earlier ones."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        self._has_sparse = any(gradient.is_sparse for gradient in (*gradients, *self._sums.tensors()))
-        if not self._has_sparse:
-            return
-        if self.stands_for and not progress.done:
-            widen_gradients(self._parameters, self.stands_for)
-            self._sums.widen(self.stands_for)
-        coalesce_gradients(self._parameters)
-
     def cut_again(self, progress: AccumulationState, largest: int) -> None:
         """Cut all samples again, into micro-batches of at most ``largest``, and begin again."""
-        earlier = [*progress.todo]
         smaller = self._cut(progress.groups, largest)
-        check_additive(earlier, smaller)
+        check_additive(progress.micro_batches, smaller)
         progress.begin_again(smaller)
 
     def complete(self, progress: AccumulationState, undo: Undo, shared: SharedStep | None) -> None:
@@ -327,35 +317,15 @@ class Accumulation:
             self._check_counts(progress, is_shared=shared is not None)
         if shared is not None:
             self._combine(shared, progress)
-        elif progress.unit is not None:
-            self._correct(progress.correct())
+        elif progress.loss.unit is not None:
+            self._correct(progress.loss.correct())
         self._sums.write()
         undo.gradients.add()
-        self.counted_per_sample = progress.counted_per_sample if progress.counted else 0.0
-
-    def refuse_lost(self, undo: Undo, reason: str) -> None:
-        """Refuse to run a step again that wrote into memory without a copy; the next record copies it.
-
-        Args:
-            undo: The record of the step.
-            reason: Why memory ran out.
-
-        Raises:
-            CannotRetry: The step did.
-        """
-        lost = undo.find_lost()
-        if lost:
-            self.written.add(lost)
-            shape = tuple(lost[0].shape)
-            raise CannotRetry(
-                f"ran out of memory ({reason}) after step() wrote for the first time into a tensor of shape {shape}; "
-                f"there was no copy: it keeps what was written, all else was restored; load your last checkpoint"
-            )
+        self.counted_per_sample = progress.counted_per_sample
 
     def undo(self, undo: Undo) -> None:
         """Restore the record of a step that failed."""
         lost = undo.find_lost()
-        self.written.add(lost)
         undo.restore()
         self._end(undo)
         if lost:
@@ -367,13 +337,8 @@ class Accumulation:
 
     def commit(self, undo: Undo) -> None:
         """Drop the record: nothing is undone from here on."""
-        self.written.add(undo.find_lost())
+        undo.find_lost()  # so that the next record copies it
         self._end(undo)
-
-    def drop_gradients(self) -> None:
-        """Set every ``.grad`` to ``None``, after an update."""
-        for parameter in self.workload.parameters():  # a forward pass may have made some
-            parameter.grad = None
 
     def _end(self, undo: Undo) -> None:
         self._sums.end()
@@ -383,18 +348,18 @@ class Accumulation:
 
     def _check_counts(self, progress: AccumulationState, *, is_shared: bool) -> None:
         """Refuse counts of the step's own that do not add up; a step of one micro-batch adds up none."""
-        doubtful, wrong = find_doubtful(progress.stated, progress.done), ""
+        doubtful, wrong = find_doubtful(progress.stated), ""
         if is_shared:
             self._stated.warn_of_zero_loss(doubtful)  # the other ranks wait: nothing is run again
-        if is_shared or not doubtful or len(progress.done) == 1:
+        if is_shared or not doubtful or len(progress.micro_batches) == 1:
             return
-        here = self.try_twice(_COPYING, self._record)
+        here = try_twice(self.device.reclaim, _COPYING, self._record)
 
         def ask(micro_batch: MicroBatch) -> Any:
-            return split_output(self.workload.call_step(self._move(micro_batch)))[0]
+            return split_output(self.workload.call_step(self._take(micro_batch)))[0]
 
         try:
-            with torch.no_grad(), here.watch(self.written, progress.watch.tensors):
+            with torch.no_grad(), here.watch(progress.watch.tensors):
                 wrong = check_counts(doubtful, self.smallest, ask)
         except Exception:  # noqa: BLE001 - these samples have run: what fails here is the comparison, not the step
             _LOG.debug("the counts that step() states could not be compared", exc_info=True)
@@ -407,18 +372,18 @@ class Accumulation:
 
     def _open(self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], undo: Undo) -> None:
         """Divide by the totals of all ranks from here on."""
-        own = progress.denominators
+        own = progress.loss
         if not own.are_exact:  # a sum that does not depend on how this rank's samples are cut
-            own = Denominators.of(self._cut_wholes(batches), weighed=True)
+            own = StepLoss(self._cut_wholes(batches), weighed=True)
         shared.open(own.weights, own.samples, undo.gradients.gradients)
-        progress.share(shared.weights, shared.samples)
+        progress.loss.share(shared.weights, shared.samples)
 
     def _combine(self, shared: SharedStep, progress: AccumulationState) -> None:
         """Make loss and ``.grad`` those of all ranks; no loss where no sample of any counts."""
         parameters = self.workload.parameters()
         sums = self._sums.take()
-        progress.loss = shared.sum(parameters, sums, progress.loss, counted=progress.counted, unit=progress.unit)
-        progress.unit = None
+        loss = progress.loss
+        loss.value = shared.sum(parameters, sums, loss.value, counted=loss.counted, unit=loss.unit)
 
     def _correct(self, factor: float) -> None:
         """Multiply the gradients once the true total is known; float32 sums before they are rounded."""
@@ -428,27 +393,16 @@ class Accumulation:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def try_twice(self, purpose: str, action: Callable[..., _T], *arguments: Any) -> _T:
-        """Do what takes little memory; if memory runs out, try again after all caches are given back."""
-        handled = sys.exc_info()[1]
-        for _ in range(2):
-            try:
-                return action(*arguments)
-            except Exception as error:
-                if not is_oom(error, handled=handled):
-                    raise
-                reason = describe_error(error, handled=handled)
-            self.device.reclaim()
-        raise DoesNotFit(f"ran out of memory while {purpose} ({reason}); the step was undone")
-
     def _cut(self, groups: Sequence[Group], largest: int) -> list[MicroBatch]:
-        if self.workload.weigh is not None:
-            purpose = "counting with weigh()"
-        elif any(group.lengths for group in groups):
-            purpose = "reading lengths with length_of()"
-        else:
-            return cut(self.workload, groups, largest, self.smallest)
-        return self.try_twice(purpose, cut, self.workload, groups, largest, self.smallest)
+        return try_twice(
+            self.device.reclaim,
+            "counting with weigh() or length_of()",
+            cut_weighed,
+            self.workload,
+            groups,
+            largest,
+            self.smallest,
+        )
 
     def _cut_wholes(self, batches: Sequence[Layout]) -> list[MicroBatch]:
         return self._cut(cut_apart(batches), max((batch.count for batch in batches), default=1))

@@ -1,4 +1,4 @@
-"""Makes the accumulation and the first size of a Runner, and describes what must be equal on each rank."""
+"""Checks a Runner's plan, makes its accumulation, and describes what must be equal on each rank."""
 
 from __future__ import annotations
 
@@ -10,31 +10,55 @@ import torch
 from torch import nn
 
 from autobatch._arguments import is_instance_with
-from autobatch._formatting import plural
+from autobatch._formatting import name_type, plural
 from autobatch._wrappers import members_of
 from autobatch.batch.cut import Division
-from autobatch.batch.lengths import PlannedLengths
 from autobatch.distributed.ranks import Ranks, describe_parameters, digest_values, refuse_differences
 from autobatch.distributed.sharded.model import divisor_of, has_shards
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
-from autobatch.planning.division import compiled_ladder, eager_ladder
-from autobatch.planning.pacing import CLEAN_STEPS, Pace
-from autobatch.planning.sizes_by_length import scale_curve, scale_ladder
-from autobatch.step.model_info import is_compiled, name_optimizer
+from autobatch.step.model_info import name_optimizer
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation
+from autobatch.training.batches import find_bound
 from autobatch.training.given_backward import Backward, GivenBackward
 from autobatch.training.lockstep_accumulation import LockstepAccumulation
-from autobatch.training.step_errors import find_bound
-
-__all__ = ["describe_binding", "make_accumulation", "make_pace", "refuse_unlike_bindings"]
 
 _RATES_SHOWN = 3
 
 _NOT_COMPARED = {"params", "foreach", "fused", "capturable"}
 """Of a group of an optimizer: the parameters are compared by themselves, the others do not change what is computed."""
+
+
+def check_plan(plan: Any, weigh: Any) -> None:
+    """Refuse an object that is not a plan, or a plan that was made with ``weigh`` if the Runner has none.
+
+    Raises:
+        InvalidArgument: It cannot be used.
+    """
+    if not isinstance(plan, Plan):
+        if isinstance(getattr(plan, "plan", None), Plan) or type(plan).__name__ == "Prediction":
+            raise InvalidArgument(f"plan is {name_type(plan)}: pass prediction.plan, which is None if nothing fits")
+        raise InvalidArgument(f"plan is {name_type(plan)}: pass what fit() returned, or Plan.load(path)")
+    if plan.weighed and weigh is None:
+        raise InvalidArgument("the plan was made with weigh=, and this Runner has none: pass the same weigh= to both")
+
+
+def check_rank(plan: Plan, rank: int, size: int) -> None:
+    """Refuse a plan of another number of ranks, or another rank's.
+
+    Raises:
+        InvalidArgument: Each rank has to run its own part of a plan for all.
+    """
+    if plan.world_size != size:
+        ranks, running = plural(plan.world_size, "rank"), "1 is" if size == 1 else f"{size} are"
+        raise InvalidArgument(f"the plan is for {ranks}, and {running} running: run fit() again")
+    if plan.rank != rank:
+        raise InvalidArgument(
+            f"the plan is that of rank {plan.rank} of the model's process group, and this is rank {rank} of it: pass "
+            f"each rank its own"
+        )
 
 
 def make_accumulation(
@@ -75,17 +99,6 @@ def make_accumulation(
         backward=None if backward is None else GivenBackward(backward, is_scaled=scaler is not None),
         is_training=True,
     )
-
-
-def make_pace(plan: Plan, workload: Workload, division: Division, smallest: int) -> Pace:
-    """The sizes to choose from, beginning with the plan's; by length those at the shortest, others in proportion."""
-    size, compiles = plan.micro_batch_size, is_compiled(workload.model, workload.step)
-    if isinstance(division, PlannedLengths):
-        most, curve = division.sizes[0].micro_batch_size, scale_curve(plan.curve, division.sizes)
-        return Pace(scale_ladder(most), most, curve, min(smallest, most), patience=CLEAN_STEPS if compiles else 0)
-    if compiles:
-        return Pace(compiled_ladder(size), size, plan.curve, smallest, patience=CLEAN_STEPS)
-    return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve, smallest)
 
 
 _HELD = ("what the parameters hold", "what the optimizer holds")

@@ -22,15 +22,15 @@ from autobatch.distributed.sharded.pass_record import PassDiffers
 from autobatch.distributed.sharded.step import ShardedStep
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, InvalidArgument
-from autobatch.memory.oom import describe_error, is_oom
+from autobatch.memory.oom import describe_error, is_oom, try_twice
 from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.losses import losses_of
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.given_backward import Backward
-from autobatch.training.loss_denominators import DividedLoss
 from autobatch.training.model_outputs import ModelOutput, collect_outputs, edges_of, find_reached, run_zero_backward
+from autobatch.training.weights import DividedLoss
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 
@@ -76,7 +76,8 @@ class LockstepAccumulation(Accumulation):
         assert isinstance(shared, ShardedStep)  # noqa: S101 - narrows for mypy
         self._shared = shared
         if self._spare is None and batches:
-            self._spare = self.try_twice("copying a sample", _copy_samples, batches[0], max(_SPARE, self.smallest))
+            count = max(_SPARE, self.smallest)
+            self._spare = try_twice(self.device.reclaim, "copying a sample", _copy_samples, batches[0], count)
         return super().begin(batches, largest, undo, shared)
 
     def _end(self, undo: Undo) -> None:
@@ -129,8 +130,8 @@ class LockstepAccumulation(Accumulation):
         if shortage is not None:
             return shortage
         self.leaves_are_known = False  # the next attempt finds the trained tensors again
-        self.refuse_lost(undo, reason)
-        if progress.todo and "short" in self._lockstep.causes:
+        undo.refuse_lost(reason)
+        if progress.micro_batches and "short" in self._lockstep.causes:
             progress.fail()
         else:
             progress.restart()
@@ -141,7 +142,7 @@ class LockstepAccumulation(Accumulation):
 
     def _open(self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], undo: Undo) -> None:
         super()._open(shared, progress, batches, undo)
-        progress.denominators = progress.denominators.with_common_unit()
+        progress.loss.use_common_unit()
 
     def _agree_on_number(self, progress: AccumulationState) -> int:
         """Agree on the number of micro-batches of every rank; divide this rank's samples among more if needed."""
@@ -152,23 +153,28 @@ class LockstepAccumulation(Accumulation):
             if number:  # from the exchange on, the other ranks are in the pass
                 self._lockstep.start("forward")
         if 0 < own < number:
-            samples = sum(micro_batch.size for micro_batch in progress.todo)
+            samples = sum(micro_batch.size for micro_batch in progress.micro_batches)
             smaller = self._cut(progress.groups, max(self.smallest, -(-samples // number)))
             if sum(micro_batch.counts for micro_batch in smaller) <= number:
                 progress.begin_again(smaller)
         return number
 
-    def _run_micro_batch(self, micro_batch: MicroBatch, progress: AccumulationState) -> tuple[DividedLoss | None, Any]:
+    def _run_micro_batch(self, micro_batch: MicroBatch, progress: AccumulationState) -> Any:
         self._lockstep.start("forward")
         self._now = micro_batch, progress
-        divided, aux = super()._run_micro_batch(micro_batch, progress)
-        if divided is None:  # no sample counts here, but the other ranks run their backward pass
-            run_zero_backward(self._find_counted(progress))
+        aux = super()._run_micro_batch(micro_batch, progress)
         self._now = None
         self._forget_graph()
         if self._sums.hooks:
             self._sums.take_in(self._parameters)  # torch calls no hook of a sharded parameter
-        return divided, aux
+        return aux
+
+    def _run_backward(self, divided: DividedLoss | None) -> None:
+        if divided is not None:
+            super()._run_backward(divided)
+        else:  # no sample counts here, but the other ranks run their backward pass
+            assert self._now is not None  # noqa: S101 - narrows for mypy
+            run_zero_backward(self._find_counted(self._now[1]))
 
     def _call_backward(self, loss: torch.Tensor) -> None:
         """Run the backward pass, with zeros for terms that have no weight here: they may have some on other ranks."""
@@ -189,7 +195,7 @@ class LockstepAccumulation(Accumulation):
 
     def _find_counted(self, progress: AccumulationState, names: Container[str] | None = None) -> list[ModelOutput]:
         """Find the model's outputs in the losses of these names, as far as they count on any rank."""
-        totals = progress.denominators.weights
+        totals = progress.loss.weights
         counted = [
             edge for name, edge in self._losses.items() if totals.get(name, 1) and (names is None or name in names)
         ]
@@ -219,7 +225,7 @@ class LockstepAccumulation(Accumulation):
             return None
         finally:
             self._runs_spare = False
-        self.refuse_lost(undo, reason)
+        undo.refuse_lost(reason)
         progress.restart()
         return Shortage(failed_size=self.smallest, reason=reason, least_size=self.smallest)
 
@@ -227,7 +233,7 @@ class LockstepAccumulation(Accumulation):
         self._lockstep.start("forward")
         here = self._record()
         (micro_batch,) = self._cut([Group(spare, range(self.smallest))], self.smallest)
-        self._call_step(self._move(micro_batch))
+        self._call_step(self._take(micro_batch))
         run_zero_backward(self._find_counted(progress))
         self._forget_graph()
         here.restore()
@@ -238,15 +244,15 @@ class LockstepAccumulation(Accumulation):
             self.smallest = 2
         if self._is_short:
             super().cut_again(progress, largest)
-        elif progress.todo:
-            sizes = [micro_batch.size for micro_batch in progress.todo]
+        elif progress.micro_batches:
+            sizes = progress.micro_batch_sizes
             is_too_small = min(sizes) < self.smallest
-            progress.begin_again(self._cut(progress.groups, max(sizes)) if is_too_small else [*progress.todo])
+            progress.begin_again(self._cut(progress.groups, max(sizes)) if is_too_small else progress.micro_batches)
 
 
 def _count(progress: AccumulationState) -> int:
     """Return the number of micro-batches that run: those in which something counts."""
-    return sum(micro_batch.counts for micro_batch in progress.todo)
+    return sum(micro_batch.counts for micro_batch in progress.micro_batches)
 
 
 def _copy_samples(layout: Layout, count: int) -> Layout:

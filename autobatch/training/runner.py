@@ -52,20 +52,19 @@ from autobatch.step.default_step import default_step
 from autobatch.step.gradient_hooks import refuse_sample_gradients
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.training.accumulation_state import AccumulationState
-from autobatch.training.binding import describe_binding, make_accumulation, refuse_unlike_bindings
-from autobatch.training.given_backward import Backward
-from autobatch.training.given_batches import GivenBatches, read_division
-from autobatch.training.loader_steps import (
-    count_samples,
-)
-from autobatch.training.loop_watch import SteppedObjects, StepSizes
-from autobatch.training.optimizer_step import Update, check_options
-from autobatch.training.step_errors import (
+from autobatch.training.batches import GivenBatches, read_division
+from autobatch.training.binding import (
     check_plan,
     check_rank,
+    describe_binding,
+    make_accumulation,
+    refuse_unlike_bindings,
 )
+from autobatch.training.given_backward import Backward
+from autobatch.training.misuse import SteppedObjects, StepSizes
 from autobatch.training.step_events import StepEvents, check_hooks
 from autobatch.training.step_memory import StepMemory
+from autobatch.training.update import Update, check_options
 from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
 
@@ -256,9 +255,9 @@ class StepRunner:
                 # Only now, after the ``except`` block in attempt(), has the traceback let go of the step's tensors.
                 undo.restart()
                 accumulation.cut_again(progress, self._memory.after_shortage(self.steps, shortage))
-            if progress.loss is not None or shared is not None:
+            if progress.loss.value is not None or shared is not None:
                 accumulation.complete(progress, undo, shared)
-            if progress.loss is not None:
+            if progress.loss.value is not None:
                 self._finish(undo, shared, update=update)
                 return progress
             reason = ""
@@ -301,7 +300,7 @@ class StepRunner:
         try:
             applied.apply(self.steps)
         finally:
-            self._accumulation.drop_gradients()
+            self._workload.drop_gradients()
 
     def _report(
         self,
@@ -314,10 +313,10 @@ class StepRunner:
         update: bool,
     ) -> StepResult:
         """Report a finished step, and choose the next one's size."""
-        assert done.loss is not None  # noqa: S101 - narrows for mypy
+        assert done.loss.value is not None  # noqa: S101 - narrows for mypy
         self._sizes.last = self._samples
         result = StepResult(
-            loss=done.loss,
+            loss=done.loss.value,
             micro_batch_sizes=done.micro_batch_sizes,
             retries=done.retries,
             peak_bytes=self._memory.peak_bytes,
@@ -325,13 +324,13 @@ class StepRunner:
             aux=tuple(done.aux),
             ranks=ranks,
             gradient_norm=self._read_norm(shared) if update and self._max_grad_norm is not None else None,
-            samples=() if self._division in (cut_apart, cut_joined) else number_rows(done.groups, done.done),
+            samples=() if self._division in (cut_apart, cut_joined) else number_rows(done.groups, done.micro_batches),
         )
         if update and done.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
             self._events.report_earlier_gradients(step)
         self._events.report_finished(step, result)
-        self._memory.after_step(self.steps, done.done)
+        self._memory.after_step(self.steps, done.micro_batches)
         return result
 
     def _needs_two_samples(self, error: BaseException) -> bool:
@@ -362,7 +361,7 @@ class StepRunner:
         if not batches and self._ranks is None:
             raise InvalidArgument("step_over() was given no batches")
         layouts = self._batches.read(batches, leaves_out_empty=self._ranks is not None)
-        self._samples = count_samples(layouts)
+        self._samples = sum(layout.count for layout in layouts)
         if self._is_in_users_loop:
             if self._samples != self._sizes.planned and not is_cut and self._sizes.surprise(self._samples):
                 self._events.report_size(self.steps, self._samples, can_run=self._update is not None)

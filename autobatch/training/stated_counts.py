@@ -83,18 +83,16 @@ def read_stated(micro_batch: MicroBatch, returned: Any) -> list[Stated]:
     return [Stated(micro_batch, counts, has_zero_loss)] if counts else []
 
 
-def find_doubtful(stated: Sequence[Stated], done: Sequence[MicroBatch]) -> list[Stated]:
-    """Return the counts of the finished micro-batches, the most doubtful first; an empty list for shares of the step.
+def find_doubtful(stated: Sequence[Stated]) -> list[Stated]:
+    """Return the counts of the micro-batches, the most doubtful first; an empty list for shares of the step.
 
     Counts are shares if each is below 1 and they add up to at most 1: no ``max(n, 1)`` made them, and their losses may
     be 0.
     """
-    finished = {*map(id, done)}  # without attempts that ran out of memory
-    found = [one for one in stated if id(one.micro_batch) in finished]
-    totals = _add(one.counts for one in found)
-    if max(totals.values(), default=0) <= 1 + _TOLERANCE and all(max(one.counts.values()) < 1 for one in found):
+    totals = _add(one.counts for one in stated)
+    if max(totals.values(), default=0) <= 1 + _TOLERANCE and all(max(one.counts.values()) < 1 for one in stated):
         return []
-    return sorted(found, key=lambda one: (not one.has_zero_loss, sum(one.counts.values())))
+    return sorted(stated, key=lambda one: (not one.has_zero_loss, sum(one.counts.values())))
 
 
 def check_counts(doubtful: Sequence[Stated], smallest: int, ask: Ask) -> str:

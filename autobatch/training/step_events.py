@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -32,9 +32,9 @@ from autobatch.records import DeviceInfo
 from autobatch.result import StepResult
 from autobatch.step.model_info import identify_model, model_differences
 from autobatch.training.accumulation_state import Shortage
-from autobatch.training.step_errors import device_differences
 
-__all__ = ["StepEvents", "check_hooks"]
+_SAME_MEMORY = 0.03
+"""By how much of its memory a card may differ from the one of a prediction, which knows cards by other names."""
 
 logger = logging.getLogger("autobatch")
 
@@ -166,3 +166,12 @@ class StepEvents:
                 **self._of,
             )
             emit(finished, self._listeners)
+
+
+def device_differences(plan: Plan, device: DeviceInfo) -> Iterator[str]:
+    """One sentence where the plan is of another device than the one that runs it."""
+    planned = plan.device
+    is_near = abs(planned.total_bytes - device.total_bytes) <= _SAME_MEMORY * device.total_bytes
+    is_same_card = planned.name == device.name or (plan.predicted and is_near)
+    if planned.kind != device.kind or not is_same_card:
+        yield f"it was {'predicted for' if plan.predicted else 'made on'} {planned.name}, and this is {device.name}"

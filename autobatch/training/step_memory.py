@@ -7,20 +7,26 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
+from torch import nn
 
+from autobatch._formatting import format_bytes
 from autobatch._user_errors import contextmanager
 from autobatch.batch.cut import Division, MicroBatch
+from autobatch.batch.lengths import PlannedLengths
 from autobatch.batch.samples import Layout
 from autobatch.errors import DoesNotFit
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.device import Device
 from autobatch.memory.free_memory import FreeMemory
 from autobatch.plan import Plan
-from autobatch.planning.pacing import Pace
+from autobatch.planning.division import compiled_ladder, eager_ladder
+from autobatch.planning.pacing import CLEAN_STEPS, Pace
+from autobatch.planning.sizes_by_length import scale_curve, scale_ladder
+from autobatch.report.advice import PHASES
+from autobatch.step.batch_norm import explain_smallest
+from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation_state import Shortage
-from autobatch.training.binding import make_pace
-from autobatch.training.step_errors import explain_shortage
 from autobatch.training.step_events import StepEvents
 
 _FIRST_STEPS = 2
@@ -52,8 +58,18 @@ class StepMemory:
         self.first_step, self.peak_bytes, self._has_thrashed = 0, 0, False
 
     def make_pace(self, smallest: int) -> Pace:
-        """Return the pace of the first step, of micro-batches of at least so many samples."""
-        return make_pace(self._plan, self._workload, self._division, smallest)
+        """Return the pace of the first step, of micro-batches of at least so many samples.
+
+        By length the sizes are those at the shortest samples; others follow in proportion.
+        """
+        plan, division = self._plan, self._division
+        size, compiles = plan.micro_batch_size, is_compiled(self._workload.model, self._workload.step)
+        if isinstance(division, PlannedLengths):
+            most, curve = division.sizes[0].micro_batch_size, scale_curve(plan.curve, division.sizes)
+            return Pace(scale_ladder(most), most, curve, min(smallest, most), patience=CLEAN_STEPS if compiles else 0)
+        if compiles:
+            return Pace(compiled_ladder(size), size, plan.curve, smallest, patience=CLEAN_STEPS)
+        return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve, smallest)
 
     def limit(
         self, step: int, layouts: Sequence[Layout], buckets: Sequence[torch.Tensor]
@@ -121,7 +137,7 @@ class StepMemory:
             return self.pace.size
         used, least = self._device.usage().allocated, max(shortage.least_size, self.pace.smallest)
         if shortage.failed_size <= least:
-            raise DoesNotFit(explain_shortage(step, shortage, used, self._plan, self._workload.model))
+            raise DoesNotFit(_explain_shortage(step, shortage, used, self._plan, self._workload.model))
         _, limit_bytes = self._free.read()
         self.pace = self.pace.after_shortage(shortage.failed_scale, limit_bytes, least)
         self._events.report_retry(step, shortage, self.pace.size, used)
@@ -139,3 +155,23 @@ class StepMemory:
         if pace.size != self.pace.size:
             self._events.report_pace(step, self.pace.size, pace)
         self.pace = pace
+
+
+def _explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan, model: nn.Module) -> str:
+    """Explain why a step does not fit if its micro-batch cannot be smaller.
+
+    Args:
+        step: Its number.
+        shortage: The micro-batch that ran out of memory.
+        used_bytes: Bytes that were held before it.
+        plan: The plan, for its budget.
+        model: The model, for the layers that need more than one sample.
+    """
+    size = shortage.failed_size
+    samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
+    reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(model)}"
+    return (
+        f"step {step} ran out of memory {PHASES[shortage.ended_in]} at a micro-batch of {samples}; "
+        f"{format_bytes(used_bytes)} of a budget of {format_bytes(plan.budget_bytes)} were held before it; {reason}; "
+        f"everything is as before the step: free memory or give fit() a larger budget="
+    )

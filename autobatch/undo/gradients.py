@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autobatch.undo.sparse_gradients import widen
-from autobatch.undo.tensor_header import is_uninitialized
+from autobatch.torch_internals.storages import is_uninitialized
 
 NARROW = (torch.bfloat16, torch.float16)
 """Dtypes in which a sum loses small numbers beside large ones."""
@@ -89,8 +88,9 @@ class Float32Sums:
         if self.hooks:
             return
         for parameter in parameters:
-            is_narrow = parameter.is_leaf and parameter.requires_grad and gradient_dtype(parameter) in NARROW
-            if is_narrow and not is_uninitialized(parameter):
+            if gradient_dtype(parameter) not in NARROW or is_uninitialized(parameter):
+                continue
+            if parameter.is_leaf and parameter.requires_grad:
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
 
     @torch.no_grad()
@@ -121,7 +121,7 @@ class Float32Sums:
 
     @torch.no_grad()
     def widen(self, times: int) -> None:
-        """Let sparse sums have the rows of so many micro-batches; see ``sparse_gradients``."""
+        """Let sparse sums have the rows of so many micro-batches; see ``widen``."""
         self._sums = {parameter: widen(total, times) for parameter, total in self._sums.items()}
 
     @torch.no_grad()
@@ -153,3 +153,44 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Return the dtype of this parameter's ``.grad``."""
     # torch 2.8 has no such attribute; None means that any dtype may stand there.
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+@torch.no_grad()
+def join_sparse_rows(parameters: Sequence[torch.Tensor], sums: Float32Sums, widen_to: int = 0) -> bool:
+    """Add up equal rows in each sparse ``.grad``, such as those of ``nn.Embedding(sparse=True)``.
+
+    torch appends each micro-batch's rows to the earlier ones (``accumulateGrad`` in
+    torch/csrc/autograd/functions/accumulate_grad.h).
+
+    Args:
+        parameters: After a micro-batch's backward pass.
+        sums: Float32 sums beside their gradients.
+        widen_to: Micro-batches of the step, if this one stands for all: gradients get as many rows as they may have;
+            see ``widen``. 0: rows are not added.
+
+    Returns:
+        Whether there are sparse gradients.
+    """
+    with_sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
+    if not with_sparse and not any(total.is_sparse for total in sums.tensors()):
+        return False
+    if widen_to:
+        sums.widen(widen_to)
+    for parameter in with_sparse:
+        gradient = parameter.grad
+        assert gradient is not None  # noqa: S101 - narrows for mypy
+        parameter.grad = widen(gradient, widen_to) if widen_to else gradient.coalesce()
+    return True
+
+
+def widen(gradient: torch.Tensor, times: int) -> torch.Tensor:
+    """A gradient of zeros with ``times`` as many rows as a sparse one has, or as its table has if those are fewer.
+
+    Each micro-batch of a step may look up other rows than the one before. A dense gradient is returned as it is.
+    """
+    if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+        return gradient
+    rows = min(gradient.shape[0], times * gradient._nnz())  # noqa: SLF001 - no public way without adding up
+    indices = torch.arange(rows, device=gradient.device)[None]
+    values = gradient._values().new_zeros(rows, *gradient._values().shape[1:])
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.torch_internals.storages import lacks_memory, storage_key, storages_of
+from autobatch.torch_internals.storages import LAZY, UNDISTURBED, lacks_memory, storage_key, storages_of
 from autobatch.undo.containers import KINDS, MOST_ENTRIES, Contents, Kind, children_of, is_same, record_contents
-from autobatch.undo.tensor_header import LAZY, UNDISTURBED
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _PLAIN_CONTAINERS = frozenset((*_DICTS, list, set, deque))
@@ -55,7 +54,7 @@ class ModuleState:
         with UNDISTURBED():
             self._headers = _Headers(self.tensors)
 
-    def _walk(self, modules: list[nn.Module]) -> list[torch.Tensor]:  # noqa: C901 - one loop: calls would cost most of it
+    def _walk(self, modules: list[nn.Module]) -> list[torch.Tensor]:  # noqa: C901, PLR0912 - one loop: calls would cost most of it
         """Copy attributes and containers, level by level; return the tensors in them."""
         seen: set[int] = set()
         copies, tensors = self._copies, list[torch.Tensor]()
@@ -79,6 +78,10 @@ class ModuleState:
                         copies[id(value)] = value, value.copy()
                         if len(value) <= MOST_ENTRIES:
                             values += value.values() if found in _DICTS else value
+                elif found is tuple:  # its entries may change, the tuple cannot
+                    if id(value) not in seen:
+                        seen.add(id(value))
+                        values += value
                 elif (kind := KINDS[found]) is Kind.MODULE:
                     modules.append(value)
                 elif kind is Kind.TENSOR:

@@ -25,11 +25,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autobatch._formatting import format_bytes, name_type
 from autobatch._wrappers import is_optimizer, members_of, own_attributes, own_table
 from autobatch.errors import DoesNotFit, InvalidArgument
-from autobatch.torch_internals.storages import lacks_memory, storages_of
+from autobatch.torch_internals.storages import UNDISTURBED, lacks_memory, storages_of
 from autobatch.undo.containers import MOST_ENTRIES
 from autobatch.undo.module_state import ModuleState
 from autobatch.undo.random_state import RandomState
-from autobatch.undo.tensor_header import UNDISTURBED
 from autobatch.undo.written_memory import Saved, WriteRecorder, WrittenMemory, put_storage
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch.errors import CannotRetry
 from autobatch.torch_internals.storages import storages_of
 from autobatch.undo.gradients import EarlierGradients
 from autobatch.undo.interrupts import deferred_interrupts
@@ -58,7 +59,7 @@ class Undo:
             model: Its modules are recorded, hidden ones too, and copies of their buffers.
             device: The device whose random generator is recorded, beside the CPU's.
             keep: Objects of the user. If a module is among them, its parameters are copied too.
-            written: Memory that earlier steps wrote into: it is copied.
+            written: Memory that earlier steps wrote into: it is copied. What this step writes into is added.
             parameters: Their gradients are recorded.
         """
         named = expand_objects(keep) if keep else []
@@ -67,28 +68,49 @@ class Undo:
         self.modules = ModuleState([*([] if model is None else [model]), *kept])
         # By value: BatchNorm writes running statistics without a change of ``_version``.
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.modules.buffers]
-        self.memory: Saved = {} if written is None else written.save()
+        self._written = WrittenMemory() if written is None else written
+        self.memory: Saved = self._written.save() if self._written.known else {}
         if kept:
             self.memory |= WrittenMemory(ModuleState(kept).tensors).save()
         self._objects = UserObjects([item for item in named if not isinstance(item, nn.Module)]) if named else None
         self.gradients, self.is_released = EarlierGradients(parameters), False
 
-    def watch(self, written: WrittenMemory, apart: Iterable[torch.Tensor] = ()) -> WriteRecorder:
-        """While the returned mode is active, copy memory before an operator writes into it.
+    def watch(self, apart: Iterable[torch.Tensor] = ()) -> WriteRecorder:
+        """While the returned mode is active, copy memory before an operator writes into it; later records copy it too.
 
         Args:
-            written: Memory that was written into is added.
             apart: Tensors that are not copied, such as gradients.
         """
-        return WriteRecorder(self.memory, written, [*apart, *(buffer for buffer, _ in self._buffers)])
+        return WriteRecorder(self.memory, self._written, [*apart, *(buffer for buffer, _ in self._buffers)])
 
     def find_lost(self) -> list[torch.Tensor]:
-        """Tensors that were written into and not copied, by torch's counts: they cannot be restored."""
+        """Tensors that were written into and not copied, by torch's counts: they cannot be restored.
+
+        Later records copy them.
+        """
         written = self.modules.find_written()
         if not written:
             return []
         copied = {s._cdata for buffer, _ in self._buffers for s in storages_of(buffer)} | self.memory.keys()
-        return [tensor for tensor in written if any(s._cdata not in copied for s in storages_of(tensor))]
+        lost = [tensor for tensor in written if any(s._cdata not in copied for s in storages_of(tensor))]
+        self._written.add(lost)
+        return lost
+
+    def refuse_lost(self, reason: str) -> None:
+        """Refuse to run a step again that wrote into memory without a copy.
+
+        Args:
+            reason: Why memory ran out.
+
+        Raises:
+            CannotRetry: The step did.
+        """
+        if lost := self.find_lost():
+            raise CannotRetry(
+                f"ran out of memory ({reason}) after step() wrote for the first time into a tensor of shape "
+                f"{tuple(lost[0].shape)}; there was no copy: it keeps what was written, all else was restored; load "
+                f"your last checkpoint"
+            )
 
     def find_moved(self) -> list[nn.Module]:
         """Modules whose attributes changed, or the values of whose tensors did."""

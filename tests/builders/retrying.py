@@ -33,14 +33,14 @@ class Retrying(Accumulation):
                 undo.restart()
                 self.device.reclaim()
                 self.cut_again(progress, self.shrink(shortage))
-            if progress.loss is not None:
+            if progress.loss.value is not None:
                 self.complete(progress, undo, None)
                 prepare()
                 undo.gradients.settle()
         except BaseException:
             self.undo(undo)
             raise
-        if progress.loss is None:
+        if progress.loss.value is None:
             self.undo(undo)
             return None
         self.commit(undo)

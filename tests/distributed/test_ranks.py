@@ -16,7 +16,7 @@ import autobatch
 from autobatch.distributed.channel import Channel
 from autobatch.distributed.ranks import find_ranks, refuse_differences, world_size
 from autobatch.errors import InvalidArgument
-from autobatch.training.step_errors import find_bound
+from autobatch.training.batches import find_bound
 
 pytestmark = pytest.mark.quick
 

@@ -9,17 +9,17 @@ from torch import nn
 from planted_bugs import bug
 
 ACCUMULATION = "tests/training/test_accumulation.py"
-LOSS_DENOMINATORS = "tests/training/test_loss_denominators.py"
+WEIGHTS = "tests/training/test_weights.py"
 RUNNER = "tests/training/test_runner.py"
 
 
 @bug(
-    "autobatch.training.loss_denominators.Denominators.divide",
+    "autobatch.training.weights.StepLoss.divide",
     f"{ACCUMULATION}::test_sizes_33_33_33_1_are_weighed_by_their_samples",
 )
-def micro_batches_count_alike(real, self, micro_batch, loss, unit):
+def micro_batches_count_alike(real, self, micro_batch, loss):
     """A short last micro-batch counts as much as a full one."""
-    divided, _, *others = real(self, micro_batch, loss, unit)
+    divided, _, *others = real(self, micro_batch, loss)
     return divided, 1 / -(-self.samples // micro_batch.size), *others
 
 
@@ -33,28 +33,28 @@ def weigh_is_ignored(real, self, micro_batch, samples):
 
 
 @bug(
-    "autobatch.training.accumulation_state.AccumulationState.restart",
+    "autobatch.training.weights.StepLoss.restart",
     "tests/training/test_faults.py::test_an_oom_at_any_operation_of_a_step",
 )
 def the_loss_of_a_failed_attempt_stays(real, self):
     """The loss of a retried step has what its failed attempt computed in it."""
-    loss = self.loss
+    value = getattr(self, "value", None)
     real(self)
-    self.loss = loss
+    self.value = value
 
 
 @bug(
-    "autobatch.training.accumulation_state.AccumulationState.finish",
-    f"{LOSS_DENOMINATORS}::test_the_gradient_and_the_loss_are_the_full_batchs",
+    "autobatch.training.weights.StepLoss.add",
+    f"{WEIGHTS}::test_the_gradient_and_the_loss_are_the_full_batchs",
 )
-def the_reported_loss_is_a_sum(real, self, divided, aux):
+def the_reported_loss_is_a_sum(real, self, divided):
     """The reported loss grows with the number of micro-batches."""
-    real(self, None if divided is None else (divided[0], 1.0, *divided[2:]), aux)
+    real(self, None if divided is None else (divided[0], 1.0, *divided[2:]))
 
 
 @bug(
-    "autobatch.training.accumulation_state.AccumulationState.correct",
-    f"{LOSS_DENOMINATORS}::test_a_narrow_loss_is_weighed_without_rounding",
+    "autobatch.training.weights.StepLoss.correct",
+    f"{WEIGHTS}::test_a_narrow_loss_is_weighed_without_rounding",
 )
 def stated_counts_are_guesses(real, self):
     """A step that states its count is divided by a number that is only near to the total."""
@@ -62,7 +62,7 @@ def stated_counts_are_guesses(real, self):
 
 
 @bug(
-    "autobatch.training.optimizer_step.Update.apply",
+    "autobatch.training.update.Update.apply",
     f"{RUNNER}::test_the_optimizer_steps_exactly_once_and_gradients_are_gone",
 )
 def the_optimizer_steps_twice(real, self, step):
@@ -73,7 +73,7 @@ def the_optimizer_steps_twice(real, self, step):
 
 
 @bug(
-    "autobatch.training.optimizer_step.Update._scale_and_clip",
+    "autobatch.training.update.Update._scale_and_clip",
     f"{RUNNER}::test_clipping_with_a_scaler_is_of_what_the_scaler_divided",
 )
 def scaled_gradients_are_clipped(real, self):
@@ -85,7 +85,7 @@ def scaled_gradients_are_clipped(real, self):
 
 
 @bug(
-    "autobatch.training.accumulation.Accumulation.drop_gradients",
+    "autobatch.step.workload.Workload.drop_gradients",
     f"{RUNNER}::test_the_optimizer_steps_exactly_once_and_gradients_are_gone",
 )
 def an_updates_gradients_stay(real, self):

@@ -16,7 +16,7 @@ from autobatch.events import PlanDiffers
 from autobatch.plan import Plan
 from autobatch.records import DeviceInfo
 from autobatch.testing import FakeDevice
-from autobatch.training.step_errors import device_differences
+from autobatch.training.step_events import device_differences
 
 
 class Other(nn.Module):

@@ -68,7 +68,7 @@ def test_the_split_gradient_is_the_full_batch_gradient(samples, largest, checkpo
     assert sum(done.micro_batch_sizes) == samples
     assert max(done.micro_batch_sizes) <= largest
     assert max(done.micro_batch_sizes) - min(done.micro_batch_sizes) <= 1
-    assert torch.allclose(done.loss, mean_step(model, batch), rtol=1e-12)
+    assert torch.allclose(done.loss.value, mean_step(model, batch), rtol=1e-12)
 
 
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=12).filter(any), largest=st.integers(1, 12))
@@ -283,7 +283,7 @@ def test_a_micro_batch_of_weight_zero_is_not_run():
 
     done = retrying(Workload(model, step, count_tokens), CpuDevice(), halve).run([describe(batch)], 2)
     assert seen == [2]
-    assert torch.isfinite(done.loss)
+    assert torch.isfinite(done.loss.value)
 
 
 def test_nothing_to_take_a_mean_over_is_nothing_done():
@@ -526,8 +526,8 @@ def test_the_loss_of_many_low_precision_micro_batches_is_summed_in_float32():
         [describe(batch)], 1
     )
     expected = (model(batch[:1]).float().square().mean().bfloat16() + 1).item()
-    assert done.loss.dtype is torch.float32
-    assert float(done.loss) == pytest.approx(expected, rel=0.01)
+    assert done.loss.value.dtype is torch.float32
+    assert float(done.loss.value) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("first", [torch.float32, torch.float64])
@@ -543,7 +543,7 @@ def test_a_loss_in_another_dtype_than_the_first_ones_counts_as_much(first):
     done = retrying(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 3)
     assert done.micro_batch_sizes == (3, 2)
     assert relative_error(gradients_of(model), expected) <= 1e-6
-    assert done.loss.item() == pytest.approx(mean_step(model, batch).item(), rel=1e-6)
+    assert done.loss.value.item() == pytest.approx(mean_step(model, batch).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("largest", [8, 4])
@@ -560,7 +560,7 @@ def test_the_loss_is_a_tensor_of_its_own(largest):
     with torch.no_grad():
         for loss in kept:
             loss.zero_()
-    assert done.loss.item() == pytest.approx(expected)
+    assert done.loss.value.item() == pytest.approx(expected)
 
 
 def test_what_preparing_the_update_raises_undoes_the_step():
@@ -594,7 +594,7 @@ def test_memory_that_ends_after_the_last_backward_pass_undoes_the_step(step):
                 undone += 1
                 assert not differences(bits_of(model), before)
                 continue
-        assert torch.isfinite(done.loss)
+        assert torch.isfinite(done.loss.value)
         if not planned.raised:
             break
     assert not planned.raised

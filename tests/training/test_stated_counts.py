@@ -392,13 +392,12 @@ def test_among_several_ranks_a_loss_of_0_that_counts_is_warned_of(zero, count, w
     counts = StatedCounts()
     runner = make_runner(ADD_UP["tokens"][0], texts(FULL), 4)
     progress = runner._accumulation.begin([describe(texts(FULL))], 4, runner._accumulation.record())
-    done = [*progress.todo]
     with caplog.at_level(logging.WARNING, "autobatch"):
         for _ in range(2):
             counts.begin()
             loss = autobatch.Mean(torch.tensor(0.0 if zero else 0.5), count=count)
-            stated = [one for micro_batch in done for one in read_stated(micro_batch, loss)]
-            counts.warn_of_zero_loss(find_doubtful(stated, done))
+            stated = [one for micro_batch in progress.micro_batches for one in read_stated(micro_batch, loss)]
+            counts.warn_of_zero_loss(find_doubtful(stated))
     assert len(caplog.records) == warns
 
 

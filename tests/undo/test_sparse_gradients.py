@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch.undo.sparse_gradients import coalesce_gradients, widen
+from autobatch.undo.gradients import Float32Sums, join_sparse_rows, widen
 
 # torch says so once a process, at the first sparse tensor that an optimizer makes.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -105,7 +105,7 @@ def test_dense_gradients_are_left_alone():
     """The very same tensor stands there."""
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = gradient = torch.ones(3)
-    coalesce_gradients([parameter, nn.Parameter(torch.ones(2))])
+    join_sparse_rows([parameter, nn.Parameter(torch.ones(2))], Float32Sums())
     assert parameter.grad is gradient
     assert widen(gradient, 4) is gradient
 

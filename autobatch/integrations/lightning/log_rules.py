@@ -41,7 +41,6 @@ from autobatch.integrations.lightning.module_step import MicroBatchOutput, Modul
 from autobatch.integrations.lightning.outputs import RETURNED, is_number
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.undo.undo import Undo
-from autobatch.undo.written_memory import WrittenMemory
 
 __all__ = ["LOSS", "KnownNames", "agreed_rules", "find_rules"]
 
@@ -216,7 +215,7 @@ def agreed_rules(found: Iterable[Iterable[Sequence[Any]]]) -> dict[Key, Rule]:
 
 def _run(step: ModuleStep, few: Layout, sizes: Sequence[int], before: Undo, random: SampleNumbers | None) -> Run:
     for start, stop in pairwise((0, *accumulate(sizes))):
-        with before.watch(WrittenMemory(), few.tensors()):  # a metric may add to its tensors in place
+        with before.watch(few.tensors()):  # a metric may add to its tensors in place
             if random is not None:
                 random.begin(range(start, stop), few.count)
             step.run(step.module, few.take(range(start, stop)))

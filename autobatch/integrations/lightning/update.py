@@ -17,9 +17,7 @@ from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import CannotRetry
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.runner import Runner
-from autobatch.training.optimizer_step import Update
-from autobatch.training.step_errors import explain_no_retry
-from autobatch.undo.optimizer_state import forget_state, make_state
+from autobatch.training.update import Update, explain_no_retry, forget_state, make_state
 from autobatch.undo.undo import Undo
 
 __all__ = ["Apply", "LightningRunner", "LightningUpdate"]
@@ -143,4 +141,4 @@ class LightningRunner(Runner):
             self.update.run(commit, self.steps)
         finally:
             if undo.is_released:
-                self._accumulation.drop_gradients()
+                self._accumulation.workload.drop_gradients()

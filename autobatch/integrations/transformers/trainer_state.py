@@ -23,7 +23,6 @@ from autobatch.integrations.transformers.metrics import MetricLengths
 from autobatch.memory.device import Device
 from autobatch.undo.containers import Found, find_contents
 from autobatch.undo.undo import Undo
-from autobatch.undo.written_memory import WrittenMemory
 
 __all__ = ["AutobatchState", "EvaluationState", "TrainerAttributes"]
 
@@ -179,7 +178,7 @@ class EvaluationState:
     def undone(self, model: nn.Module) -> Iterator[None]:
         """A block after which all of it is as before, and all memory that is written into in it, whoever holds it."""
         try:
-            with self.begin(model).watch(WrittenMemory()):
+            with self.begin(model).watch():
                 yield
         finally:
             self.put_back()

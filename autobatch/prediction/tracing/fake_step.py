@@ -30,9 +30,9 @@ from autobatch.step.default_step import explain_default
 from autobatch.step.losses import Mean, Sum, Term
 from autobatch.step.workload import Workload, check_leaves
 from autobatch.training.misuse import WROTE_INTO_BATCH, GradientWatch
+from autobatch.training.update import make_state
 from autobatch.undo.gradients import Float32Sums
 from autobatch.undo.module_state import ModuleState
-from autobatch.undo.optimizer_state import make_state
 
 __all__ = ["Circumstances", "DryRun"]
 
@@ -146,7 +146,7 @@ class DryRun:
         self._label_gradients()
 
     def _divide(self, terms: Sequence[Term]) -> tuple[torch.Tensor, float]:
-        """The loss, and what it is still to be multiplied by, as ``loss_denominators`` does it."""
+        """The loss, and what it is still to be multiplied by, as ``weights`` does it."""
         share = 1 / self._circumstances.micro_batches
         if len(terms) == 1 and self._scale is None and not terms[0].is_narrow:
             return terms[0].loss, share

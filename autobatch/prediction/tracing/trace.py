@@ -34,8 +34,8 @@ from autobatch.prediction.tracing.fake_step import Circumstances, DryRun
 from autobatch.prediction.tracing.gradient_sums import sole_holder
 from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
 from autobatch.step.workload import Workload
+from autobatch.torch_internals.storages import is_uninitialized
 from autobatch.undo.random_state import RandomState
-from autobatch.undo.tensor_header import is_uninitialized
 
 __all__ = [
     "SIZES",

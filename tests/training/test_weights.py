@@ -175,7 +175,7 @@ def test_the_gradient_and_the_loss_are_the_full_batchs(name, largest):
             expected[parameter_name] = expected[parameter_name] + 1
     done = retrying(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], largest)
     assert relative_error(gradients_of(model), expected) <= 1e-12
-    assert float(done.loss) == pytest.approx(loss, rel=1e-12)
+    assert float(done.loss.value) == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -223,7 +223,7 @@ def test_a_term_of_the_step_counts_once_also_when_a_retry_leaves_parts_out(weigh
             done = retrying(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 8)
         retries += done.retries
         assert relative_error(gradients_of(model), expected) <= 1e-12
-        assert float(done.loss) == pytest.approx((ce(model, batch) + penalise(model)).item(), rel=1e-12)
+        assert float(done.loss.value) == pytest.approx((ce(model, batch) + penalise(model)).item(), rel=1e-12)
     assert retries >= 4
 
 
@@ -316,7 +316,7 @@ def test_a_narrow_loss_is_weighed_without_rounding(dtype, weigh, wrap):
 
     batch = (torch.ones(9, 1),)
     done = retrying(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 3)
-    assert float(done.loss) == pytest.approx(1, rel=1e-6)
+    assert float(done.loss.value) == pytest.approx(1, rel=1e-6)
     assert model.weight.grad.item() == pytest.approx(1, rel=1e-6)
 
 
@@ -332,7 +332,7 @@ def test_a_narrow_loss_that_was_divided_before_is_not_rounded(dtype, beside):
         return {"divided": divided, "once": PerStep(model.weight.square().sum().to(dtype) / 2)} if beside else divided
 
     done = retrying(Workload(model, step), CpuDevice(), halve).run([describe((torch.ones(16, 1),))], 3)
-    assert float(done.loss) == pytest.approx(1 + beside / 2, rel=1e-6)
+    assert float(done.loss.value) == pytest.approx(1 + beside / 2, rel=1e-6)
     assert model.weight.grad.item() == pytest.approx(1 + beside, rel=1e-3 if beside else 1e-7)
 
 
@@ -347,7 +347,7 @@ def test_a_loss_that_is_kept_beside_itself_keeps_its_value():
     done = retrying(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 2)
     expected = [model(rows).square().sum() for rows in batch[0].split(2)]
     assert [value.item() for value in done.aux] == pytest.approx([value.item() for value in expected], rel=1e-12)
-    assert float(done.loss) == pytest.approx(sum(expected).item(), rel=1e-12)
+    assert float(done.loss.value) == pytest.approx(sum(expected).item(), rel=1e-12)
 
 
 REFUSED = {

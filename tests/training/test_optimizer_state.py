@@ -8,7 +8,7 @@ from torch import nn
 from workloads import differences
 
 from autobatch.testing import oom_at
-from autobatch.undo.optimizer_state import forget_state, make_state
+from autobatch.training.update import forget_state, make_state
 
 pytestmark = pytest.mark.quick
 

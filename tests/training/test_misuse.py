@@ -15,7 +15,7 @@ from workloads import Plain, make_batch, mean_step
 import autobatch
 from autobatch.events import BatchDiffers, SteppedTwice
 from autobatch.testing import FakeDevice, oom_at
-from autobatch.training.loop_watch import StepSizes
+from autobatch.training.misuse import StepSizes
 
 TARGET = 8
 

@@ -1,4 +1,4 @@
-"""Reads the batches that a step is given, and which of their samples may run together."""
+"""Reads the batches of a step, and cuts them into weighed micro-batches."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from autobatch.batch.cut import Division, cut_apart, cut_as_given, cut_joined
+from torch import nn
+
+from autobatch.batch.cut import Division, Group, MicroBatch, cut_apart, cut_as_given, cut_joined, divide
 from autobatch.batch.example import is_source
-from autobatch.batch.lengths import ByLength, PlannedLengths, read_by_length
+from autobatch.batch.lengths import ByLength, PlannedLengths, check_trimmed, read_by_length
 from autobatch.batch.registry import ListReading
 from autobatch.batch.samples import Layout, describe, is_empty, is_one_batch
-from autobatch.errors import InvalidArgument
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.plan import Plan
+from autobatch.planning.division import least_size
+from autobatch.step.batch_norm import explain_smallest
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload
 
@@ -109,3 +113,58 @@ def several(batches: Iterable[Any]) -> Iterator[Any]:
     if is_one_batch(batches):
         raise InvalidArgument("step_over() takes several batches, such as a list of them; for one batch call step()")
     yield from batches
+
+
+def cut_weighed(workload: Workload, groups: Iterable[Group], largest: int, smallest: int = 1) -> list[MicroBatch]:
+    """Cut groups into the fewest micro-batches, of sizes as equal as possible.
+
+    Args:
+        workload: Weighs each micro-batch.
+        groups: Samples that may run together.
+        largest: As in ``divide``.
+        smallest: The fewest samples that the model can run.
+
+    Raises:
+        InvalidArgument: ``weigh`` gave no count, or a sample has another length once it is trimmed.
+    """
+    micro_batches: list[MicroBatch] = []
+    for group in groups:
+        start = 0
+        for part in divide(group, largest, smallest):
+            if workload.weigh is None and part.trim is None:
+                micro_batches.append(part)  # nothing is counted in its samples: they are not taken out of the batch yet
+            else:
+                samples = part.samples()
+                if part.trim is not None and group.lengths is not None:
+                    check_trimmed(group.lengths, part, group.lengths.values[start : start + part.size], samples)
+                weights = workload.weights_of(samples, part.size)
+                micro_batches.append(part._replace(weights=weights, counts=max(weights.values()) > 0))
+            start += part.size
+    return micro_batches
+
+
+def find_least_size(groups: Iterable[Group], smallest: int) -> int:
+    """Return the smallest size into which all groups can be cut without a micro-batch below ``smallest``."""
+    return max(least_size(len(group.rows), smallest) for group in groups)
+
+
+def find_bound(plan: Plan) -> int | None:
+    """Return the ``max_micro_batch`` of the user; ``None`` where it is all of this rank's share, as fit's own is."""
+    most = plan.max_micro_batch
+    return None if most is None or most >= sum(plan.micro_batch_sizes) else most
+
+
+def refuse_larger_micro_batches(groups: Iterable[Group], most: int, smallest: int, model: nn.Module) -> None:
+    """Refuse samples that can only be cut into micro-batches larger than the user's ``max_micro_batch``.
+
+    Raises:
+        DoesNotFit: A batch cannot be cut otherwise without a micro-batch below ``smallest``.
+    """
+    for group in groups:
+        least = least_size(len(group.rows), smallest)
+        if least > most:
+            raise DoesNotFit(
+                f"a batch of {len(group.rows)} samples in micro-batches of at most {most} (the plan's max_micro_batch) "
+                f"leaves one of a single sample, and {explain_smallest(model)}: pass an even number of samples, or "
+                f"plan with fit(max_micro_batch={least}) or more"
+            )

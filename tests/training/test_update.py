@@ -12,7 +12,7 @@ from workloads import bits_of, differences
 import autobatch
 from autobatch.errors import CannotRetry
 from autobatch.testing import oom_at
-from autobatch.training.optimizer_step import Update
+from autobatch.training.update import Update
 
 OOM = "CUDA out of memory. Tried to allocate 20.00 MiB"
 
