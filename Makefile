@@ -7,6 +7,8 @@
 # PYTHON_ENV  runs everything in it; name another interpreter to use what that one has and install nothing, as on a
 #             GPU machine that comes with torch: make test-gpu PYTHON_ENV=python3
 # SEED        of the tests' order and of the examples they draw, to repeat a run: make test SEED=1234
+# PROOF       set, as `make proof` does, tests run whole: every case, operation and rank, those marked slow, and ten times
+#             as many examples. Without it they run the sample that CI runs: make test-cuda PROOF=1
 #
 # Programs are run as modules of the environment's Python: a script that pip makes begins with the path of that Python,
 # and in a folder with a space in its name no such script starts.
@@ -20,11 +22,18 @@ CUDA_VENV ?= .venv-cuda
 OLDEST_VENV ?= .venv-oldest
 PYTHONS ?= 3.10 3.12 3.13
 DOCS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-docs)
-ENGINES_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-engines)
+RAY_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-ray)
 INTEGRATIONS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-integrations)
+
+ifdef PROOF
+export PROOF
+endif
 
 # OpenMP threads that spin while they wait take the cores from those that work, wherever something else runs beside.
 export OMP_WAIT_POLICY ?= passive
+
+# pip compiles no modules ahead, most of which are never imported. Of an option that begins with "no" a variable says no.
+export PIP_NO_COMPILE := no
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo bench accuracy docs test quick test-engines test-integrations test-gpu test-cuda test-oldest test-pythons proof bugs lint check clean
@@ -53,8 +62,8 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	touch $@
 
 # By itself: Ray and what it brings along are 0.5 GB, which nothing else needs.
-$(VENV)/.installed-engines: $(VENV)/.installed
-	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[accelerate,lightning,ray]"
+$(VENV)/.installed-ray: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[ray]"
 	touch $@
 
 # By itself: nothing else needs the libraries that fine-tune.
@@ -75,17 +84,17 @@ accuracy: $(BENCH_INSTALLED) ## predictions beside published peaks: make accurac
 docs: $(DOCS_INSTALLED) ## build the site in site/, with no network; a warning is an error
 	"$(PYTHON_ENV)" -m sphinx --fail-on-warning --keep-going --quiet --builder html --doctree-dir site/.doctrees docs site
 
-# A file's tests stay in one process: they share what is dear to make. tests/conftest.py puts the slow files first. A
-# third process works while ranks and programs that the tests of others have started wait for each other.
-test: $(INSTALLED) ## run all tests, the slow ones too, on two cores and in random order; SEED=1234 repeats one
-	"$(PYTHON_ENV)" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 40 --ignore tests/engines --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
+# A file's tests stay in one process: they share what is dear to make. A third process works while ranks and programs
+# that the tests of others have started wait for each other.
+test: $(INSTALLED) ## run the tests on two cores and in random order, six minutes; SEED=1234 repeats one
+	"$(PYTHON_ENV)" -m pytest --numprocesses 3 --dist loadfile --durations 40 --ignore tests/engines --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
 
 # Only the files in which something is marked are imported: half of the time is saved.
 quick: $(INSTALLED) ## run the tests marked quick: under a minute, some of every package; SEED=1234 repeats an order
 	"$(PYTHON_ENV)" -m pytest -m quick --numprocesses 2 --dist loadfile $(if $(SEED),--randomly-seed=$(SEED)) $$(grep -rlw 'mark\.quick' tests --include='test_*.py')
 
 # One after another: each takes both cores.
-test-engines: $(ENGINES_INSTALLED) ## train in accelerate, Lightning and Ray Train, two minutes; installs 0.5 GB the first time
+test-engines: $(INTEGRATIONS_INSTALLED) $(if $(PROOF),$(RAY_INSTALLED)) ## train in accelerate and Lightning, with PROOF=1 in Ray too, which is 0.5 GB
 	"$(PYTHON_ENV)" -m pytest tests/engines $(if $(SEED),--randomly-seed=$(SEED))
 
 test-integrations: $(INTEGRATIONS_INSTALLED) ## train in the Trainers of Hugging Face, TRL, sentence-transformers and Lightning
@@ -95,7 +104,7 @@ test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	"$(PYTHON_ENV)" -m pytest -m gpu tests/gpu $(if $(SEED),--randomly-seed=$(SEED))
 
 # torch's default build, which a configured index of CPU builds must not come before: so pip reads no configuration.
-CUDA_PIP := PIP_CONFIG_FILE=/dev/null $(CUDA_VENV)/bin/python -m pip --isolated install --constraint constraints.txt
+CUDA_PIP := PIP_CONFIG_FILE=/dev/null $(CUDA_VENV)/bin/python -m pip --isolated install --no-compile --constraint constraints.txt
 
 $(CUDA_VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(CUDA_VENV)/bin/python || "$(PYTHON)" -m venv $(CUDA_VENV)

@@ -19,6 +19,7 @@ import torch
 from frozen_objects import remember_count
 from hypothesis import settings
 from process_state import read_process_state
+from sampling import IN_PROOF
 
 from autobatch._torch_versions import OLDEST_TO_PREDICT, format_release, read_release
 from autobatch.memory import cpu
@@ -27,7 +28,10 @@ from autobatch.prediction.child_process import run_apart
 
 # A deadline measures the machine, not the code. What is drawn depends on the seed alone, not on failures of earlier
 # runs in .hypothesis/.
-settings.register_profile("seeded", deadline=None, derandomize=False, print_blob=True, database=None)
+EXAMPLES = 300 if IN_PROOF else 30
+settings.register_profile(
+    "seeded", max_examples=EXAMPLES, deadline=None, derandomize=False, print_blob=True, database=None
+)
 settings.load_profile("seeded")
 
 # Nor on the numbers that stand in the package's source: hypothesis draws from those of the modules that are imported.
@@ -65,14 +69,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device, the stand-in card, or a newer torch, where there is none; begin with what is slow.
-
-    The latter where several processes take files: one that begins a long file last works while the others have ended.
-    """
-    if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in slow)
-    reasons = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
+    """Skip what `make proof` alone runs, and what needs a CUDA device, the stand-in card or a newer torch."""
+    reasons = {} if IN_PROOF else {"slow": "make proof runs it"}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "needs a CUDA device"
     if not stand_in.is_loaded():
         reasons["card"] = "needs the stand-in card: make test-cuda"
     if read_release(torch.__version__) < OLDEST_TO_PREDICT:

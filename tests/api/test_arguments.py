@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import collections
-import copy
-import io
 import json
-import pickle
 import re
 from fractions import Fraction
 
@@ -20,10 +17,9 @@ from workloads import Plain, make_batch, mean_step
 
 import autobatch
 from autobatch import batches, hooks, testing
-from autobatch._formatting import name_type, show_value, with_article
+from autobatch._formatting import name_type, show_value
 from autobatch.cli.main import main
 from autobatch.errors import AutobatchError, InvalidArgument
-from autobatch.records import Tenant
 
 HUGE = 10**400
 LONGER_THAN_PYTHON_WRITES = 10**5000
@@ -89,11 +85,6 @@ def share(dataset=range(64), **options):
 def share_state():
     """What one that has begun nothing would go on with."""
     return {"epoch": 0, "batch": 0, "seed": 0, "shuffle": True, "samples": 64, "target_batch": 16}
-
-
-def make_plan_runner(**options):
-    """A runner with a scheduler, scaler or the like."""
-    return make_runner(**options)
 
 
 SWITCHES = ["no", "False", 0, 1, None, 5, np.True_, torch.tensor(True)]
@@ -277,26 +268,6 @@ def test_a_value_in_a_message_is_short(value):
     assert len(show_value(value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("an object", "an int", "an OrderedDict", "an SGD", "an LBFGS", "an Unbound", "an NLLLoss", "an Event"),
-        *("a str", "a list", "a UserDict", "a uint8", "a UNet", "a OneCycleLR", "a FakeDevice", "a Linear"),
-    ],
-)
-def test_the_article_is_that_of_the_word(name):
-    """As it is spoken: SGD begins with a vowel, UserDict does not."""
-    assert with_article(name.split()[1]) == name
-
-
-def test_a_marked_list_is_copied_and_pickled_as_a_list_is():
-    """Its check is of what a user passes, and stands in nobody's way."""
-    marked = batches.Samples(n for n in (1, 2))
-    for twin in (copy.copy(marked), copy.deepcopy(marked), pickle.loads(pickle.dumps(marked))):
-        assert (twin, type(twin)) == ([1, 2], batches.Samples)
-    assert batches.Fields() == []
-
-
 def test_a_plan_has_a_hash_that_goes_with_its_equality(tmp_path):
     """One that was saved and loaded is the same key."""
     plan = fit()
@@ -448,19 +419,3 @@ def test_the_doctor_does_not_pass_settings_that_are_wrong(ask, monkeypatch, tmp_
     code, text, _ = ask("doctor")
     assert code == 1
     assert [line for line in text.splitlines() if line.startswith("WRONG") and str(home) in line]
-
-
-def test_the_tenant_of_a_fake_device_is_one_of_its_tenants():
-    """What is right stays right: tenants in a list, a size as a text."""
-    device = testing.FakeDevice(lambda n: np.int64(10 + n), "1KiB", tenants=[Tenant(pid=1, used_bytes=24)])
-    with testing.tenant("100", device):
-        assert device.available_bytes() == 900
-    assert fit(device=device, headroom=0).micro_batch_size == 16
-
-
-def test_registering_says_what_it_was_given():
-    """An object beside a class."""
-    with pytest.raises(InvalidArgument, match=r"not an object$"):
-        batches.register(object(), count=len, take=len)
-    with pytest.raises(InvalidArgument, match="it must return a Rows in which each tensor"):
-        register_and_fit(map=lambda b, function: io.StringIO())

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import logging
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import accuracy
 import chain
-import child
 import lengths
 import machine
 import models
 import peaks
 import peers
 import pytest
-import quiet
 import ranks
 import recomputed
-import results
 import runner
 import search
-import tables
 import waiting
 
-from autobatch.errors import InvalidArgument
 from autobatch.prediction.predict import MARGIN, MARGIN_REASON
 from autobatch.prediction.text import FAMILIES_REASON
 
 
+@pytest.mark.slow
 def test_a_case_is_timed_pair_by_pair():
     """Every pair holds two times, and the median of the ratios lies between its quartiles."""
     compared = runner.compare(runner.Case(width=8, depth=1, milliseconds=0.2, passed=True), pairs=6)
@@ -88,18 +81,7 @@ def test_ranks_are_timed_together():
     assert [float(goal.found) > 0 for goal in shares.goals] == [True]
 
 
-def test_a_rank_that_fails_ends_the_others(tmp_path):
-    """Its end is an error at once, though the other would go on for a minute."""
-    program = tmp_path / "program.py"
-    program.write_text("import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)\n")
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"a rank failed: they ended with \[None, 3\]"):
-        child.read_ranks(str(program), 2)
-    assert time.monotonic() - began < 30
-    with pytest.raises(RuntimeError, match=r"the ranks took over 0.1 s"):
-        child.read_ranks(str(program), 1, limit_seconds=0.1)
-
-
+@pytest.mark.slow
 def test_texts_are_timed_padded_and_sorted():
     """Each batch has both times, fewer micro-batches and fewer tokens with lengths, and the goal is the ratio."""
     pytest.importorskip("transformers")
@@ -119,6 +101,7 @@ def test_a_chain_of_modules_is_timed_with_its_fit():
     assert [len([*chain.make_chain(depth).model.modules()]) for depth in (128, 512)] == [*chain.MOST_ADDED_MS]
 
 
+@pytest.mark.slow
 def test_the_loop_by_hand_and_the_runner_peak_alike():
     """The runner keeps nothing beside what the loop keeps, on every kind of model."""
     table = runner.measure_peaks(samples=8, width=4)
@@ -145,17 +128,6 @@ def test_going_on_naively_is_seen_to_be_wrong():
     assert any(outcome.error > 1e-3 for outcome in outcomes)
 
 
-def test_the_quiet_ends():
-    """After it, garbage collection sees old objects again, and autobatch logs as before."""
-    logger = logging.getLogger("autobatch")
-    before = logger.level
-    with quiet.undisturbed():
-        assert gc.get_freeze_count() > 0
-        assert not logger.isEnabledFor(logging.ERROR)
-    assert gc.get_freeze_count() == 0
-    assert logger.level == before
-
-
 @pytest.mark.parametrize("fits", [3, 37])
 def test_the_search_says_what_was_tried(fits):
     """The size found fits and has run, and every trial is counted."""
@@ -165,66 +137,6 @@ def test_the_search_says_what_was_tried(fits):
     assert memory.trials >= 1
     assert memory.shortages == 0
     assert any(found <= size <= fits for size in memory.sizes)
-
-
-def test_a_peer_is_counted_by_the_memory_it_meets():
-    """One that halves from 64 in room for 10 is seen to try 64, 32, 16 and 8."""
-
-    def halve(memory, asked):
-        while True:
-            try:
-                return memory.try_once(asked)
-            except RuntimeError:
-                asked //= 2
-
-    table = search.measure(fits=[10], asked=64, peers=[peers.Peer("halving", "halving", halve)])
-    assert table.rows[-1] == ("halving", "10", "8", "8", "8", "4", "3", "4", "120")
-
-
-def test_a_size_that_never_ran_is_named():
-    """A peer that returns more than it tried is shown to."""
-
-    def boast(memory, asked):
-        return 2 * memory.try_once(4)
-
-    table = search.measure(fits=[5], asked=64, peers=[peers.Peer("boasting", "boasting", boast)])
-    assert "never ran" in table.rows[-1][4]
-
-
-def test_a_missing_peer_says_what_to_install():
-    """Without a peer the rest is measured, and its row tells the way."""
-
-    def missing(memory, asked):
-        import no_such_search
-
-        return no_such_search.find(asked)
-
-    table = search.measure(fits=[5], asked=16, peers=[peers.Peer("absent", "no-such-search", missing)])
-    assert "pip install no-such-search" in table.rows[-1][2]
-    assert {len(row) for row in table.rows} == {len(table.columns)}
-    assert peers.describe_peers([peers.Peer("absent", "no-such-search", missing)]) == {
-        "no-such-search": "not installed"
-    }
-
-
-def test_the_page_holds_every_table_and_goal():
-    """Date, versions, goals and each table are on the page, and a missed goal is called missed."""
-    goal = tables.Goal("some goal", "at most 1", "2", tables.judge(met=False))
-    table = tables.Table("Title", "How to read it.", ("a", "b"), [("1", "2")], [goal])
-    page = results.write_page([(table, 1.5)])
-    assert "| some goal | at most 1 | 2 | MISSED |" in page
-    assert "## Title\n\nHow to read it.\n\n| a | b |\n| --- | --- |\n| 1 | 2 |" in page
-    assert f"torch {recomputed.torch.__version__}" in page
-    assert "make bench" in page
-
-
-def test_a_part_of_a_page_is_replaced_and_the_others_stay(tmp_path):
-    """Two programs write one page, in any order, as often as they like."""
-    page = tmp_path / "page.md"
-    tables.write_part(page, "second", "# B\n\nold")
-    tables.write_part(page, "first", "# A")
-    tables.write_part(page, "second", "# B\n\nnew")
-    assert page.read_text() == "<!-- first -->\n# A\n\n<!-- second -->\n# B\n\nnew\n"
 
 
 def make_cells(outside, held_out=False):
@@ -243,80 +155,6 @@ def test_the_constants_of_a_rule_are_found_again():
     assert found.outside == 1700
     assert accuracy.score(cells, accuracy.Constants(1700))[:3] == ("12", "0.0%", "0.0%")
     assert accuracy.Constants(1700, counts_cudnn=False).error(cells[-1]) < 0
-
-
-def test_half_of_all_models_are_held_out():
-    """The same ones always, in every process."""
-    held_out = [name for name in map(str, range(1000)) if accuracy.is_held_out(name)]
-    assert 400 < len(held_out) < 600
-    assert [accuracy.is_held_out(name) for name in ("resnet50", "vit_tiny_patch16_224", "convnext_small")] == [
-        True,
-        True,
-        True,
-    ]
-
-
-def test_without_its_table_the_benchmark_says_what_it_needs(tmp_path):
-    """The table is not part of the repository."""
-    with pytest.raises(SystemExit, match="this needs a CSV file with the columns model, batch, peak_mib"):
-        accuracy.main(["--table", str(tmp_path / "none.csv")])
-
-
-def test_a_table_is_read_up_to_the_cards_end(tmp_path):
-    """Peaks near the end of the card are cut off there, and say nothing."""
-    table = tmp_path / "table.csv"
-    table.write_text("model,batch,peak_mib\na,8,100\na,16,39000\nb,8,200\n")
-    assert peaks.read_table(table) == {"a": {8: 100.0}, "b": {8: 200.0}}
-
-
-def test_models_are_chosen_from_all_families_in_turn():
-    """A large family is not most of the sample; the same models always, the first of them in any larger sample."""
-    table = {name: {8: 100.0} for name in ("a1", "a2", "a3", "a4", "b1", "c1", "c2")}
-    chosen = peaks.choose(table, 5, lambda name: name[0])
-    assert sorted(name[0] for name in chosen) == ["a", "a", "b", "c", "c"]
-    assert peaks.choose(dict(reversed(table.items())), 3, lambda name: name[0]) == chosen[:3]
-    assert sorted(peaks.choose(table, 99, lambda name: name[0])) == sorted(table)
-
-
-def test_a_family_is_shown_by_itself_only_with_enough_models():
-    """The worst one first; the rest together."""
-    cells = make_cells(accuracy.SHIPPED.outside)
-    few = [dataclasses.replace(cell, family="few", peak=2 * cell.peak) for cell in cells[:2]]
-    many = [dataclasses.replace(cell, family="many") for cell in cells[2:]]
-    rows = accuracy.by_family([*few, *many], accuracy.SHIPPED)
-    assert [row[:4] for row in rows] == [("all others", "2", "2", "50.0%"), ("many", "10", "10", "0.0%")]
-    assert [row[5] for row in rows] == ["100.0%", "0.0%"]
-
-
-def test_a_model_that_fails_prints_no_other_models_seconds(monkeypatch, tmp_path, capsys):
-    """Its line says that it failed, and what the page says of it is why."""
-
-    def simulate(name, *_):
-        if name == "b":
-            raise InvalidArgument("it needs values")
-        return iter(make_cells(1000, held_out=name == "c"))
-
-    monkeypatch.setattr(accuracy, "simulate", simulate)
-    monkeypatch.setattr(accuracy, "families", lambda: lambda name: name)
-    path = tmp_path / "table.csv"
-    path.write_text("model,batch,peak_mib\na,8,100\nb,8,100\nc,8,100\n")
-    tables_found = accuracy.measure(path, 3)
-    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
-    assert lines == {"a": ["1.0", "s"], "b": ["could", "not", "be", "traced"], "c": ["1.0", "s"]}
-    assert "1 models could not be traced: b: it needs values" in tables_found[0].explanation
-
-
-@pytest.mark.parametrize(
-    ("name", "goal"), [("_MOST_ERROR", 0), ("_MOST_UNDER", 1), ("_MOST_SECONDS", 2), ("_MOST_CPU_SECONDS", 3)]
-)
-def test_a_goal_is_the_number_that_it_says(monkeypatch, name, goal):
-    """What is wanted and what is judged by are one constant."""
-    cells = [*make_cells(1000), *make_cells(accuracy.SHIPPED.outside, held_out=True)]
-    wanted = accuracy.tabulate(cells, [])[0].goals[goal].wanted
-    monkeypatch.setattr(accuracy, name, -1)
-    changed = accuracy.tabulate(cells, [])[0].goals[goal]
-    assert changed.verdict == "MISSED"
-    assert changed.wanted != wanted
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -392,10 +230,3 @@ def test_a_card_that_computed_nothing_is_called_simulated():
         assert not NOT_COMPUTED.search(line), line
         if line.startswith("#"):
             assert "simulated" in line
-
-
-@pytest.mark.parametrize(("preloaded", "name"), [("/venv/card/libcard.so", "a simulated A100"), ("", "NVIDIA A100")])
-def test_a_name_says_whether_its_card_is_there(preloaded, name, monkeypatch):
-    """What the next page is made with."""
-    monkeypatch.setenv("LD_PRELOAD", preloaded)
-    assert machine.describe_card("NVIDIA A100") == name

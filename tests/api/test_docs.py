@@ -8,13 +8,10 @@ block's commands are run after the page's Python, in the same folder. ``differs`
 from __future__ import annotations
 
 import ast
-import html.parser
 import importlib.util
 import os
 import re
 import shlex
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -312,32 +309,3 @@ def test_the_pictures_show_the_numbers_of_their_page() -> None:
     assert len(peaks) >= 4
     assert len(sizes) >= 2  # before the shortage and after it
     assert all(number in printed for number in (*peaks, *sizes))
-
-
-class _Resources(html.parser.HTMLParser):
-    """Addresses that a browser fetches by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        names = {"src", "srcset", "data", "poster"} | ({"href"} if tag in {"link", "use", "image"} else set())
-        self.found += [value for name, value in attrs if name in names and value]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_site_builds_without_a_warning_and_asks_nobody(tmp_path: Path) -> None:
-    """The strict build ends well, and no page or stylesheet loads anything from another place."""
-    if any(importlib.util.find_spec(name) is None for name in ("sphinx", "furo", "myst_parser")):
-        pytest.skip("the docs extra is not installed: make docs does that")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
-    assert built.returncode == 0, built.stderr
-    for page in tmp_path.rglob("*.html"):
-        resources = _Resources()
-        resources.feed(page.read_text(encoding="utf-8"))
-        assert not [address for address in resources.found if re.match(r"(?:https?:)?//", address)], page
-    for sheet in tmp_path.rglob("*.css"):
-        assert not re.search(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet

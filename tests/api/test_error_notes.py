@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import traceback
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,29 +267,3 @@ def test_an_out_of_memory_error_that_is_retried_gets_no_note_and_is_let_go() -> 
     assert shortages[0][0]() is None
     with oom_at(5):
         assert runner.step(BATCH).retries == 1
-
-
-def frames_of_ours(error: BaseException) -> int:
-    """How many lines of the traceback lie in the package."""
-    return sum(frame.filename.startswith(PACKAGE) for frame in traceback.extract_tb(error.__traceback__))
-
-
-@pytest.mark.parametrize(
-    ("entry", "most"),
-    [("run_fit", 15), ("run_bound_fit", 16), ("run_step", 8), ("run_step_over", 8), ("run_verify", 16)],
-)
-def test_the_users_frames_are_not_buried(entry: str, most: int) -> None:
-    """Few of our frames lie between the user's call and the user's step."""
-    assert frames_of_ours(Case().raised(entry, "step", Mine)) <= most
-
-
-def test_a_step_that_has_run_before_is_near_the_call() -> None:
-    """In a settled step nothing is watched, and fewer frames are between."""
-    case = Case()
-    runner = case.runner()
-    for _ in range(4):
-        runner.step(BATCH)
-    case.error, case.where = Mine, "step"
-    with pytest.raises(Mine) as caught:
-        runner.step(BATCH)
-    assert frames_of_ours(caught.value) <= 7

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch._formatting import format_bytes, plural, spell
+from autobatch._formatting import format_bytes, plural
 
 pytestmark = pytest.mark.quick
 
@@ -78,11 +78,3 @@ def test_more_bytes_never_read_as_fewer(one: int, other: int) -> None:
 def test_one_is_singular_and_nothing_else_is(arguments: tuple[int, str], text: str) -> None:
     """The plural is the singular with an s, unless it is given."""
     assert plural(*arguments) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "none"), (1, "one"), (2, "two"), (10, "ten"), (11, "11"), (37, "37"), (-1, "-1")]
-)
-def test_small_counts_are_words(count: int, text: str) -> None:
-    """Up to ten as a word, all else as digits."""
-    assert spell(count) == text

@@ -7,7 +7,6 @@ import code
 import json
 import os
 import re
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -76,21 +75,3 @@ def test_an_empty_line_follows_each_compound_statement(page: str) -> None:
 def test_a_page_can_be_pasted_into_python(page: str, tmp_path: Path) -> None:
     """All blocks of the page in one session, in order, raise nothing."""
     assert paste(blocks_of(page), tmp_path) == ""
-
-
-@pytest.mark.parametrize(
-    ("blocks", "said"),
-    [
-        (["a = 1\nb = a\n", "assert b == 1\n"], ""),
-        (["for a in 'xy':\n    b = a\n\nassert b == 'y'\n"], ""),
-        (["for a in 'xy':\n    b = a\nb\n"], "SyntaxError"),
-        (["for a in 'xy':\n    b = a\n", "b\n"], "waits for another line"),
-        (["def f():\n    a = 1\n\n    return a\n"], "IndentationError"),
-        (["a = 1\n", "b\n"], "NameError"),
-    ],
-)
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 writes an error line by line")
-def test_what_cannot_be_pasted_is_found(blocks: list[str], said: str, tmp_path: Path) -> None:
-    """The session of the test above complains of what ``python`` does."""
-    found = paste(blocks, tmp_path)
-    assert (said in found) if said else not found

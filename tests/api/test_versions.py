@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT, LINTERS = METADATA["project"], METADATA["tool"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
-FIND_PYTHON = ROOT / "tests" / "find_python"
 TOOLS = re.compile(r"hypothesis|import-linter|mypy|pytest\b.*|ruff|setuptools")
 """What checks the library and is no part of what it works with: of these the oldest need not be tested."""
 
@@ -83,25 +80,3 @@ def test_the_page_begins_with_the_oldest_and_ends_with_the_tested_torch() -> Non
     assert rows[0][2] == "no"
     assert read_release(next(row[0] for row in rows if row[2] == "yes")) == OLDEST_TO_PREDICT
     assert format_release(read_release(read_pins("constraints.txt")["torch"])) == rows[-1][0]
-
-
-def test_an_interpreter_is_found_by_its_release() -> None:
-    """This one, where its command is on the path."""
-    release = "{}.{}".format(*sys.version_info)
-    command = Path(sys.executable).with_name(f"python{release}")
-    assert command.exists(), "an environment has a command with its release's name"
-    environment = {**os.environ, "PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"}
-    found = subprocess.run([FIND_PYTHON, release], env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == f"python{release}"
-
-
-@pytest.mark.parametrize("words", ["exit 0", "echo 3.9"])
-def test_one_that_is_not_there_is_named(words: str, tmp_path: Path) -> None:
-    """A command that does not start, as pyenv's do, or that starts another release, is none."""
-    command = tmp_path / "python3.99"
-    command.write_text(f"#!/bin/sh\n{words}\n", encoding="utf-8")
-    command.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    found = subprocess.run([FIND_PYTHON, "3.99"], env=environment, capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stdout) == (1, "")
-    assert found.stderr.startswith("there is no python3.99 here")

@@ -320,12 +320,3 @@ def test_nothing_of_theirs_is_imported():
     packages = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
     done = subprocess.run([sys.executable, "-c", program % (packages,)], timeout=200, check=False)
     assert done.returncode == 0
-
-
-@pytest.mark.parametrize("module", [None, 3, property(lambda self: "accelerate.optimizer")])
-def test_a_class_may_name_its_module_in_any_way(module) -> None:
-    """Its objects are no wrappers that are known here, and are taken as they are."""
-    odd = type("Odd", (torch.optim.SGD,), {"__module__": module})([torch.zeros(1, requires_grad=True)], lr=0.1)
-    assert unwrap_optimizer(odd) is odd
-    assert unwrap_scheduler(odd) is odd
-    assert unwrap_for_training(odd, None) == (odd, None)

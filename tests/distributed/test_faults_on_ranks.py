@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections import Counter
@@ -19,22 +18,15 @@ from builders.rank_faults import (
     prove_on_ranks,
 )
 from builders.ranks import run_ranks, values_of
+from sampling import IN_PROOF, sample
 
-STRIDE = int(os.environ.get("STRIDE", "0"))
-"""Every how many operations: ``make proof`` says each. 0: some in each place of a step, or in some places by turns."""
-
-LIMIT = 24 * 3600 if STRIDE else 3500
+LIMIT = 24 * 3600
 """Seconds of one part of the proof, after which a rank counts as hung; the group's own timeout finds it long before."""
 
 NAMES = [case.name for case in RANK_CASES]
-
-
 SHARDED = [case.name for case in SHARDED_CASES]
-
-
-def choose(count, every=1):
-    """So many operations in each so-manieth place of a step, or, in ``make proof``, every operation that it says."""
-    return {"stride": STRIDE} if STRIDE else {"count": count, "every": every}
+CHOSEN = {"stride": 1} if IN_PROOF else {"count": 1, "every": 3}
+"""Operations: each one, or one in each third place of a step, by turns."""
 
 
 def prove(names, **options):
@@ -73,32 +65,22 @@ def test_operations_are_chosen_in_each_place():
     assert [] not in parts
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 100)
-@pytest.mark.parametrize(("size", "chosen"), [(2, choose(1)), (3, choose(1, every=3))], ids=["2", "3"])
+@pytest.mark.parametrize("size", sample([2, 3], 2))
 @pytest.mark.parametrize("part", range(3))
-def test_the_proof_on_ranks(part, size, chosen, capsys, total):
+def test_the_proof_on_ranks(part, size, capsys, total):
     """Every rank ends bitwise as if each had used its committed micro-batches, or nothing has happened on any."""
-    check(NAMES[part::3], size, capsys, total, **chosen)
+    check(NAMES[part::3], size, capsys, total, **CHOSEN)
 
 
 @needs_sharding
-def test_an_oom_at_operations_of_a_step_with_sharded_parameters(capsys):
-    """One small model in every run, in a step whose passes are known and in one whose are not."""
-    for earlier_steps in (0, 1):
-        check(SHARDED[:1], 2, capsys, ({}, Counter()), count=2, sharded=True, earlier_steps=earlier_steps)
-
-
-@needs_sharding
-@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 100)
-@pytest.mark.parametrize(("size", "chosen"), [(2, choose(1, every=2)), (3, choose(1, every=3))], ids=["2", "3"])
+@pytest.mark.parametrize("size", sample([2, 3], 2))
 @pytest.mark.parametrize("earlier_steps", [0, 1])
-def test_the_proof_with_sharded_parameters(size, chosen, earlier_steps, capsys, total):
+def test_the_proof_with_sharded_parameters(size, earlier_steps, capsys, total):
     """A rank that fails inside a pass takes part in its rest, and all ranks drop it: bitwise as above."""
-    # Three ranks take long: without a stride, a quarter of the cases are tried in their first step, another in a later.
-    names = SHARDED if STRIDE or size == 2 else SHARDED[earlier_steps::4]
-    check(names, size, capsys, total, sharded=True, earlier_steps=earlier_steps, **chosen)
+    names = sample(SHARDED[earlier_steps:] + SHARDED[:earlier_steps], 4)
+    check(names, size, capsys, total, sharded=True, earlier_steps=earlier_steps, **CHOSEN)
 
 
 def check(names, size, capsys, total, **options):

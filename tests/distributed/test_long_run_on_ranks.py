@@ -21,8 +21,7 @@ import autobatch
 from autobatch.errors import DoesNotFit, RankFailed
 from autobatch.testing import FakeDevice, tenant
 
-STEPS = 10_000 if "STRIDE" in os.environ else 4000
-"""The longer run is that of ``make proof``. Either may grow by as little in a step and retries as often."""
+STEPS = 10_000
 
 WARM = 1000
 """Steps after which memory is first looked at."""

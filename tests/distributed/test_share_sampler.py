@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import make_plan, make_rank_plans
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -71,7 +71,6 @@ def test_ranks_together_have_the_batches_of_one(shares, samples, shuffle):
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 300), st.booleans())
-@settings(max_examples=200)
 def test_any_shares_have_every_sample_once(shares, samples, drop_last):
     """Or it is said beforehand that they cannot; no rank ever gets an empty list."""
     target = sum(shares)

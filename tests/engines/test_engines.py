@@ -9,10 +9,11 @@ import tempfile
 
 import pytest
 from launches import ROOT, launch, torchrun
+from sampling import sample
 
 EXAMPLES = ROOT / "examples"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_accelerate_launch_ends_on_the_same_weights(expected):
     assert run("-m", "accelerate.commands.launch", *options, EXAMPLES / "with_accelerate.py") == expected
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("package", sample(["lightning.pytorch", "pytorch_lightning"], 2))
 def test_lightnings_trainer_ends_on_the_same_weights(package, expected, tmp_path):
     """Under both of its names; its trainer starts the second process, wraps the model and counts the epochs."""
     needs(package.partition(".")[0])
@@ -60,6 +61,7 @@ def test_lightnings_trainer_ends_on_the_same_weights(package, expected, tmp_path
     assert run(script) == expected
 
 
+@pytest.mark.slow
 def test_ray_train_ends_on_the_same_weights(expected):
     """Two workers on loopback, without the dashboard and without usage statistics."""
     needs("ray")
@@ -68,6 +70,7 @@ def test_ray_train_ends_on_the_same_weights(expected):
         assert run(EXAMPLES / "with_ray.py", RAY_TMPDIR=folder, **alone) == expected
 
 
+@pytest.mark.slow
 def test_ray_data_embeds_a_corpus():
     """Each block in pieces that fit 16 MiB, in an actor; one vector for each text."""
     needs("ray")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,16 +47,6 @@ def test_a_warning_is_one_line_that_names_its_source_once(setup, order):
     lines = [line for line in ran.stderr.splitlines() if not line.startswith("DEBUG:")]
     assert lines == ([expected.format(line=LINE)] if expected else [])
     assert ran.stdout == ""
-
-
-def test_no_message_begins_with_the_name_of_its_logger():
-    """In the whole package: what is passed to a logger, or is a template for it, is the message alone."""
-    methods = {"debug", "info", "warning", "error", "exception", "critical", "log"}
-    for path in Path(autobatch.__file__).parent.rglob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") in methods:
-                texts = [one.value for one in ast.walk(call) if isinstance(one, ast.Constant)]
-                assert not [text for text in texts if str(text).startswith("autobatch: ")], (path, call.lineno)
 
 
 def test_a_process_without_stderr_goes_on():

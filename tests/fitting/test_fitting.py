@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -68,7 +68,6 @@ def test_the_plan_has_the_fewest_steps_and_balanced_sizes(largest, sizes):
 
 
 @pytest.mark.quick
-@settings(max_examples=60)
 @given(
     base=st.integers(0, 5000),
     slope=st.integers(1, 300),
@@ -84,7 +83,6 @@ def test_on_linear_memory_four_trials_and_no_oom(base, slope, largest, target):
 
 
 @pytest.mark.quick
-@settings(max_examples=60)
 @given(st.data())
 def test_the_plans_size_has_always_run(data):
     """Whatever memory does, the size in the plan is one of the trials that fit, or fit raises."""

@@ -469,5 +469,5 @@ class Training(RuleBasedStateMachine):
             assert Ceiling.model_validate_json(ceiling.model_dump_json()) == ceiling
 
 
-Training.TestCase.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+Training.TestCase.settings = settings(stateful_step_count=20)
 test_any_order_of_events = Training.TestCase

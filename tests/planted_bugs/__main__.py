@@ -22,7 +22,7 @@ def run_tests(tests: Sequence[str], *options: str, bug: str = "") -> subprocess.
     """Run tests with a bug planted; one seed, so that a bug is found in each run or in none."""
     paths = [ROOT, ROOT / "tests", ROOT / "tests" / "builders"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), NAME_IN_ENVIRONMENT: bug}
-    command = [sys.executable, "-m", "pytest", "-p", "planted_bugs.plugin", "-q", "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", "-p", "planted_bugs.plugin", "-q"]
     command += ["-p", "no:cacheprovider", "--randomly-seed=0", *options, *tests]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 

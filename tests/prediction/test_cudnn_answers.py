@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sqlite3
 
 import pytest
 import torch
@@ -185,21 +184,3 @@ def test_the_rule_counts_copies(changes, architecture, expected):
     inputs, outputs, weight = convolution.byte_counts()
     sizes = {"nothing": 0, "input and weight": inputs + weight, "all": inputs + outputs + weight}
     assert estimate_workspace(convolution, architecture) == sizes[expected]
-
-
-@pytest.mark.usefixtures("libraries")
-def test_a_file_that_is_no_database_is_closed(tmp_path, monkeypatch):
-    """Python 3.13 warns of one that is left to the collector."""
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "cudnn.sqlite3").write_bytes(random.Random(0).randbytes(5000))
-    connect, opened = sqlite3.connect, []
-
-    def note_connection(*given, **named):
-        opened.append(connect(*given, **named))
-        return opened[-1]
-
-    monkeypatch.setattr(sqlite3, "connect", note_connection)
-    with pytest.raises(sqlite3.DatabaseError):
-        answers._open()
-    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        opened[0].execute("SELECT 1")

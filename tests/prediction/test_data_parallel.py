@@ -71,7 +71,6 @@ def on_ranks(size):
 
 @pytest.mark.parametrize(("name", "size"), SIZE_OF.items())
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_fsdp2_holds_what_is_predicted(name, size):
     """To half a percent."""
     predicted, measured = predict_timeline(CASES[name], "fsdp2", size).at(SAMPLES).peak(), alone()[name]
@@ -81,7 +80,6 @@ def test_fsdp2_holds_what_is_predicted(name, size):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_real_ranks_hold_no_less(strategy, size):
     """The first rank; gloo's threads may free their buffers later, so that up to half as much comes on top."""
     predicted = predict_timeline(CASES[REAL], strategy, size).at(SAMPLES).peak()

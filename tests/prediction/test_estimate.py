@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.prediction.cards import find_gpu
@@ -82,7 +82,6 @@ def traced_steps(draw, samples):
 
 
 @given(first=traced_steps(2), second=traced_steps(64), n=st.integers(1, 200), expandable=st.booleans())
-@settings(max_examples=60)
 def test_parts_sum_to_the_peak_wherever_it_is_read(first, second, n, expandable):
     """To the byte: at a traced size, between two, and beyond them."""
     estimate = Estimate(combine([first, second]), 8 * MIB, expandable)

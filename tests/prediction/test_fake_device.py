@@ -96,6 +96,7 @@ print(model.weight.grad.device, torch.autograd.is_multithreading_enabled())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.predicts
 def test_backward_passes_before_and_after_do_not_matter():
     """Autograd has no thread for a device that came later; the trace needs none, and puts the switch back."""

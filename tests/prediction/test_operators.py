@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from nets import GPT, ConvNet, images, step, tokens
+from sampling import sample
 from torch import nn
 
 from autobatch.batch.samples import describe
@@ -22,12 +23,15 @@ def _low(model, batch):
 
 @pytest.mark.parametrize(
     ("model", "run", "example"),
-    [
-        (ConvNet(), step, images),
-        (ConvNet().to(memory_format=torch.channels_last), _low, images),
-        (GPT(), _low, tokens),
-        (GPT(checkpointed=False).bfloat16(), step, tokens),
-    ],
+    sample(
+        [
+            (ConvNet(), step, images),
+            (ConvNet().to(memory_format=torch.channels_last), _low, images),
+            (GPT(), _low, tokens),
+            (GPT(checkpointed=False).bfloat16(), step, tokens),
+        ],
+        3,
+    ),
 )
 def test_a_trace_is_the_same_without_remembering(model, run, example, monkeypatch):
     """Order, bytes and blocks do not depend on the shortcut."""
@@ -63,22 +67,25 @@ def _squares(model, batch):
 @pytest.mark.parametrize("run", [_squares, _in_eval_mode])
 @pytest.mark.parametrize(
     ("model", "batch"),
-    [
-        _norm(lambda: nn.BatchNorm1d(6), 6),
-        _norm(lambda: nn.BatchNorm1d(6), 6, 5),
-        _norm(lambda: nn.BatchNorm2d(6), 6, 5, 4),
-        _norm(lambda: nn.BatchNorm2d(6), 6, 5, 4, last=True),
-        _norm(lambda: nn.BatchNorm2d(6), 6, 5, 4, dtype=torch.float64),
-        _norm(lambda: nn.BatchNorm2d(6), 6, 5, 4, dtype=torch.bfloat16, last=True),
-        _norm(lambda: nn.BatchNorm3d(6), 6, 5, 4, 3),
-        _norm(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=False)), 6),
-        _norm(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False)), 6),
-        _norm(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).requires_grad_(False)), 6),
-        _norm(lambda: nn.Sequential(nn.Conv2d(6, 6, 3), nn.InstanceNorm2d(6, affine=True)), 6, 5, 4),
-        _norm(lambda: nn.Sequential(nn.Conv2d(6, 6, 3), nn.SiLU(inplace=True), nn.ReLU()), 6, 5, 4, last=True),
-        _norm(lambda: nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.ReLU(), nn.Hardtanh()), 6, 5, 4),
-        _norm(lambda: nn.Sequential(nn.ConvTranspose2d(6, 6, 3), nn.ReLU(inplace=True)), 6, 5, 4),
-    ],
+    sample(
+        [
+            _norm(lambda: nn.BatchNorm1d(6), 6),
+            _norm(lambda: nn.BatchNorm1d(6), 6, 5),
+            _norm(lambda: nn.BatchNorm2d(6), 6, 5, 4),
+            _norm(lambda: nn.BatchNorm2d(6), 6, 5, 4, last=True),
+            _norm(lambda: nn.BatchNorm2d(6), 6, 5, 4, dtype=torch.float64),
+            _norm(lambda: nn.BatchNorm2d(6), 6, 5, 4, dtype=torch.bfloat16, last=True),
+            _norm(lambda: nn.BatchNorm3d(6), 6, 5, 4, 3),
+            _norm(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=False)), 6),
+            _norm(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False)), 6),
+            _norm(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).requires_grad_(False)), 6),
+            _norm(lambda: nn.Sequential(nn.Conv2d(6, 6, 3), nn.InstanceNorm2d(6, affine=True)), 6, 5, 4),
+            _norm(lambda: nn.Sequential(nn.Conv2d(6, 6, 3), nn.SiLU(inplace=True), nn.ReLU()), 6, 5, 4, last=True),
+            _norm(lambda: nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.ReLU(), nn.Hardtanh()), 6, 5, 4),
+            _norm(lambda: nn.Sequential(nn.ConvTranspose2d(6, 6, 3), nn.ReLU(inplace=True)), 6, 5, 4),
+        ],
+        4,
+    ),
 )
 def test_operators_that_torch_writes_out_are_the_same_made_of_plain_tensors(model, batch, run, monkeypatch):
     """Batch norms in either mode, with and without what they learn or track, in each layout and dtype; activations."""

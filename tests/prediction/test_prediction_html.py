@@ -79,6 +79,7 @@ def test_the_plans_size_stands_out_among_the_sizes(prediction):
     assert rows == [str(size)]
 
 
+@pytest.mark.slow
 def test_whatever_comes_from_a_prediction_is_text(prediction):
     """Warnings, names and reasons cannot leave their place."""
     changes = (Change(name=HOSTILE, failed=HOSTILE), *prediction.changes)

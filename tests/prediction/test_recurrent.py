@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sampling import sample
 from torch import nn
 
 from autobatch.batch.samples import describe
@@ -44,7 +45,7 @@ def _sizes(traced, *, phase, kind):
 
 @pytest.mark.predicts
 @pytest.mark.apart
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", sample([nn.LSTM, nn.GRU, nn.RNN], 2), ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     ("options", "run"),
     [

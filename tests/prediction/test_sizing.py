@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.planning.division import balance, useful_sizes
@@ -50,7 +50,6 @@ def sizings(draw):
 
 
 @given(sizing=sizings())
-@settings(max_examples=60)
 def test_the_largest_fits_with_the_margin_on_the_whole_process_and_the_next_does_not(sizing):
     """What CUDA takes for itself is as uncertain as the rest, so the margin is on it too."""
     sizes = useful_sizes(sizing.target, sizing.target)
@@ -66,7 +65,6 @@ def test_the_largest_fits_with_the_margin_on_the_whole_process_and_the_next_does
 
 
 @given(sizing=sizings(), more=st.integers(0, 40_000))
-@settings(max_examples=60)
 def test_more_memory_never_takes_less(sizing, more):
     """Even where the allocator holds less for a larger size, as it does now and then."""
     larger = replace(sizing, gpu=make_card(sizing.gpu.total_bytes + more * MIB))
@@ -75,14 +73,12 @@ def test_more_memory_never_takes_less(sizing, more):
 
 
 @given(sizing=sizings())
-@settings(max_examples=60)
 def test_who_risks_more_gets_further(sizing):
     """With the margin, without it, and with the allocator giving memory back."""
     assert sizing.largest <= sizing.reach.comfortable <= sizing.reach.tight <= sizing.target
 
 
 @given(sizing=sizings())
-@settings(max_examples=60)
 def test_points_are_few_and_have_every_size_that_is_told(sizing):
     """In order, from one sample to the whole target, each with its own peaks."""
     points = {point.size: point for point in sizing.points()}
@@ -103,7 +99,6 @@ def test_where_sizes_are_many_the_points_are_spread_by_ratio():
 
 
 @given(timeline=timelines(), target=st.integers(1, 3000), margin=st.sampled_from([0.0, 0.1]))
-@settings(max_examples=20)
 def test_each_card_is_judged_as_if_it_had_been_asked_for(timeline, target, margin):
     """With its own workspaces, context and total."""
     asked = make_card(2**34)

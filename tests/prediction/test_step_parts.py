@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from nets import GPT, ConvNet, images, step, tokens
+from sampling import sample
 from torch import nn
 from workloads import Plain, make_batch, mean_step
 
@@ -32,7 +33,7 @@ WORKLOADS = {
 
 
 @pytest.mark.predicts
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", sample(WORKLOADS, 3))
 def test_one_micro_batch_takes_what_a_trace_of_one_takes(name):
     """To the byte of tensors and to a segment of what the allocator holds, at the target; below it there are two."""
     make, make_samples = WORKLOADS[name]
@@ -58,6 +59,7 @@ def test_parts_that_cannot_be_told_apart_are_left_as_they_are():
     assert Estimate(timeline, target=4).tensor_bytes(4) == 512 + 512 + 4 * 512
 
 
+@pytest.mark.slow
 @pytest.mark.predicts
 def test_a_target_that_fits_in_one_micro_batch_needs_no_second():
     """On a card where two micro-batches of the whole target would not fit, and one does, that is the plan."""

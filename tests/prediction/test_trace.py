@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from nets import GPT, ConvNet, images, step, tokens
+from sampling import sample
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -68,18 +69,21 @@ def _channels_last_convnet():
 
 @pytest.mark.parametrize(
     ("make", "run", "example", "optimizer"),
-    [
-        (ConvNet, step, images, _sgd),
-        (ConvNet, step, images, _adamw),
-        (_channels_last_convnet, step, images, _sgd),
-        (ConvNet, _autocast_step("cuda", torch.bfloat16), images, _adamw),
-        (GPT, step, tokens, _sgd),
-        (GPT, step, tokens, _adamw),
-        (GPT, _autocast_step("cuda", torch.float16), tokens, _sgd),
-        (lambda: GPT(checkpointed=True), step, tokens, _adamw),
-        (lambda: GPT(checkpointed=False), _autocast_step("cuda", torch.bfloat16), tokens, _sgd),
-        (lambda: GPT().bfloat16(), step, tokens, _adamw),
-    ],
+    sample(
+        [
+            (ConvNet, step, images, _sgd),
+            (ConvNet, step, images, _adamw),
+            (_channels_last_convnet, step, images, _sgd),
+            (ConvNet, _autocast_step("cuda", torch.bfloat16), images, _adamw),
+            (GPT, step, tokens, _sgd),
+            (GPT, step, tokens, _adamw),
+            (GPT, _autocast_step("cuda", torch.float16), tokens, _sgd),
+            (lambda: GPT(checkpointed=True), step, tokens, _adamw),
+            (lambda: GPT(checkpointed=False), _autocast_step("cuda", torch.bfloat16), tokens, _sgd),
+            (lambda: GPT().bfloat16(), step, tokens, _adamw),
+        ],
+        4,
+    ),
 )
 def test_the_timeline_equals_a_direct_trace_at_any_size(make, run, example, optimizer):
     """Traced at 2 and 67 samples, the step at 5 or 256 is the directly traced one: order, bytes, kinds and modules."""
@@ -380,6 +384,7 @@ def test_a_step_may_wait_for_the_card():
     assert trace(_workload(ConvNet(), run=run), describe(images()), 2).sizes == plain.sizes
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, on loading the compiler
 def test_a_wrapper_does_not_hide_compiled_code_from_the_trace():
     """What-if puts a function around the step; what is compiled inside still runs as written."""
@@ -445,7 +450,7 @@ def _split(model, batch):
     return sum(parts) / len(batch[0])
 
 
-@pytest.mark.parametrize("run", [_contrast, _pad, _split])
+@pytest.mark.parametrize("run", sample([_contrast, _pad, _split], 3))
 def test_what_is_no_line_in_the_samples_is_not_called_exact(run, monkeypatch):
     """The square of the samples, padding and chunks are no line at 2 and 67: between traced sizes they are near."""
     monkeypatch.setattr(trace_module, "_LADDER", (256, 1024))  # beside 67, those on both sides of what is asked below
@@ -554,7 +559,7 @@ CIRCUMSTANCES = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [None, _adamw])
+@pytest.mark.parametrize("optimizer", sample([None, _adamw], 4))
 @pytest.mark.parametrize("name", CIRCUMSTANCES)
 def test_the_timeline_equals_a_direct_trace_under_all_circumstances(name, optimizer):
     """At the larger size that was traced, whose second optimizer step was not, and beyond it."""
@@ -580,7 +585,7 @@ class Stateful(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("begins_empty", [True, False])
+@pytest.mark.parametrize("begins_empty", sample([True, False], 3))
 @pytest.mark.parametrize("circumstances", [Circumstances(), Circumstances(micro_batches=1)])
 def test_a_buffer_that_grows_with_the_samples_is_copied_as_it_is(begins_empty, circumstances):
     """The second step begins with a copy of what the first has left, which no step before it shows."""
@@ -592,7 +597,7 @@ def test_a_buffer_that_grows_with_the_samples_is_copied_as_it_is(begins_empty, c
         assert timeline.measure(samples, TracedStep.peak) == direct.peak()
 
 
-@pytest.mark.parametrize("memory", [0, 64, 128])
+@pytest.mark.parametrize("memory", sample([0, 64, 128], 3))
 def test_similarities_within_a_batch_and_to_a_memory_are_no_line(memory):
     """A matrix of n rows and n columns more than the memory has lies on a line through any two sizes."""
     model, stored = nn.Linear(16, 16), torch.zeros(memory, 16)
@@ -631,7 +636,9 @@ def test_a_second_step_that_is_no_repetition_is_traced_at_both_sizes():
         assert (predicted.order, predicted.sizes, predicted.blocks) == (direct.order, direct.sizes, direct.blocks)
 
 
-@pytest.mark.parametrize("optimizer", [_sgd, _adamw, lambda model: torch.optim.Adafactor(model.parameters())])
+@pytest.mark.parametrize(
+    "optimizer", sample([_sgd, _adamw, lambda model: torch.optim.Adafactor(model.parameters())], 3)
+)
 @pytest.mark.parametrize("make", [ConvNet, lambda: ConvNet().bfloat16()])
 def test_most_steps_are_traced_at_the_larger_size_once(make, optimizer, monkeypatch):
     """The second optimizer step repeats the first one: it is a third of what traces take."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from nets import GPT, step, tokens
+from sampling import sample
 from torch import nn
 from workloads import Plain
 
@@ -104,6 +105,7 @@ def test_without_an_optimizer_none_is_offered():
     assert not [*other_optimizers(None)]
 
 
+@pytest.mark.slow
 @pytest.mark.predicts
 def test_another_optimizer_saves_its_state():
     """Of 128 MiB of parameters: momentum is as much, Adam's state twice that, and in 8 bits a quarter of it."""
@@ -179,6 +181,7 @@ def bend(model, batch):
     return outputs.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.predicts
 def test_the_size_that_a_change_lets_in_is_traced_as_well():
     """What is predicted of it is what a prediction of the changed step says, not a line from below the bend."""
@@ -249,7 +252,7 @@ def trace_of(workload, batch):
 
 
 @pytest.mark.predicts
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sample(FAMILIES, 4))
 def test_checkpointing_is_traced_as_the_library_would_train_it(family):
     """Byte for byte what gradient_checkpointing_enable() gives, whatever the model does with a cache; no flag stays."""
     model, blocks = small_model(family)

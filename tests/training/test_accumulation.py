@@ -475,17 +475,6 @@ def test_a_leaf_of_the_steps_own_is_no_parameter():
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
-@pytest.mark.parametrize(("is_training", "times"), [(False, 1), (True, 2)])
-def test_the_graph_is_looked_through_once_and_in_watched_steps(is_training, times, monkeypatch):
-    """In the first micro-batch that counts; of a Runner's steps again in the second one."""
-    looks, check = [], Workload.check_leaves
-    monkeypatch.setattr(Workload, "check_leaves", lambda *given: looks.append(1) or check(*given))
-    accumulation = retrying(Workload(Plain(), mean_step), CpuDevice(), halve, is_training=is_training)
-    for _ in range(6):
-        accumulation.run([describe(make_batch(8, torch.float64))], 2)
-    assert len(looks) == times
-
-
 @pytest.mark.parametrize(("steps_before", "position"), [(2, 40), (1, None)], ids=["a retry", "second step"])
 def test_a_network_that_is_trained_from_some_step_on_is_refused(steps_before, position):
     """In a step that is watched nothing has moved; in a retry its gradient would be added twice."""

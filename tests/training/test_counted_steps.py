@@ -225,19 +225,3 @@ def test_uncounted_steps_run_compiled():
         run.run()
         assert bool(calls) is (run.runner.steps - 1 not in run.counted)
     assert len(calls) == SAMPLES // SIZE
-
-
-def test_the_host_is_read_once_a_second(monkeypatch):
-    """A reading takes a dozen files: neither counting nor the look ahead asks for another."""
-    readings, now = [], [1000.0]
-    read = CpuDevice.available_bytes
-    monkeypatch.setattr(CpuDevice, "available_bytes", lambda device: readings.append(now[0]) or read(device))
-    run = Run()
-    monkeypatch.setattr("autobatch.memory.cpu.time.monotonic", lambda: now[0])
-    run.run()
-    readings.clear()
-    for _ in range(3):
-        now[0] += 1.5
-        for _ in range(4):
-            run.run()
-    assert len(readings) == len(set(readings)) == 3

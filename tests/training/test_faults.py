@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -19,6 +18,7 @@ from faults import (
     prove,
     spread_positions,
 )
+from sampling import IN_PROOF, sample
 
 from autobatch.testing import oom_at
 
@@ -28,11 +28,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
 ]
 
-STRIDE = int(os.environ.get("STRIDE", "4"))
-"""Every how many operations of each place memory ends in the large proof: ``make proof`` says each."""
+STRIDE = 1 if IN_PROOF else 12
+"""Every how many operations of each place memory ends in the large proof."""
 
 SMALL = CASES[0]
-BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+BY_NAME = pytest.mark.parametrize("case", sample(CASES, 3), ids=lambda case: case.name)
+STEPS = [(case, second) for case in CASES for second in (False, True)]
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +62,10 @@ def test_an_oom_at_any_operation_of_a_step(capsys, total):
     assert min(tally.outcomes[outcome] for outcome in ("restarted", "undone", "reported")) >= 4
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("second", [False, True], ids=["first step", "second step, gradients from before"])
-@BY_NAME
+@pytest.mark.parametrize(
+    ("case", "second"), sample(STEPS, 3), ids=lambda value: getattr(value, "name", f"second step: {value}")
+)
 def test_the_proof(case, second, capsys, total):
     """Wherever memory ends: bitwise the committed micro-batches' step, or bitwise nothing, or CannotRetry says so."""
     tally = prove(case, STRIDE, earlier_steps=int(second), earlier_gradients=second)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import BatchSampler
@@ -42,7 +42,6 @@ def groups_of_samples(draw):
     return [order[start:stop] for start, stop in zip([0, *bounds], [*bounds, len(order)], strict=True)]
 
 
-@settings(max_examples=40)
 @given(groups=groups_of_samples())
 def test_any_groups_give_the_full_batchs_gradient(groups):
     """In float64; no micro-batch has samples of two groups, nor more than the plan's."""

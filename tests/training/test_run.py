@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -122,7 +122,6 @@ def assert_same_weights(model, expected, tolerance=1e-12):
 
 
 @pytest.mark.parametrize("kind", STEPS)
-@settings(max_examples=25)
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any),
     target=st.integers(1, 30),

@@ -8,7 +8,7 @@ import logging
 import plans
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -47,7 +47,6 @@ def make_runner(target, largest, *, make_model=Plain, dtype=torch.float64, lr=0.
     return model, optimizer, autobatch.Runner(plan, model, mean_step, optimizer, **options)
 
 
-@settings(max_examples=25)
 @given(target=st.integers(1, 40), largest=st.integers(1, 40))
 def test_accumulate_gives_the_full_batchs_gradient(target, largest):
     """For any target and micro-batch size ``.grad`` is the oracle's, and nothing is updated."""

