@@ -7,8 +7,8 @@
 # PYTHON_ENV  runs everything in it; name another interpreter to use what that one has and install nothing, as on a
 #             GPU machine that comes with torch: make test-gpu PYTHON_ENV=python3
 # SEED        of the tests' order and of the examples they draw, to repeat a run: make test SEED=1234
-# PROOF       set, as `make proof` does, tests run whole: every case, operation and rank, those marked slow, and ten times
-#             as many examples. Without it they run the sample that CI runs: make test-cuda PROOF=1
+# PROOF       runs tests whole, as `make proof` does: every case, operation and rank, those marked slow, ten times as many
+#             examples. Without it they are the sample that CI runs: make test-cuda PROOF=1
 #
 # Programs are run as modules of the environment's Python: a script that pip makes begins with the path of that Python,
 # and in a folder with a space in its name no such script starts.
@@ -24,10 +24,6 @@ PYTHONS ?= 3.10 3.12 3.13
 DOCS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-docs)
 RAY_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-ray)
 INTEGRATIONS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-integrations)
-
-ifdef PROOF
-export PROOF
-endif
 
 # OpenMP threads that spin while they wait take the cores from those that work, wherever something else runs beside.
 export OMP_WAIT_POLICY ?= passive
@@ -120,8 +116,9 @@ $(CUDA_VENV)/card/libcard.so: $(CUDA_VENV)/.installed $(wildcard tests/card/nati
 test-cuda: $(CUDA_VENV)/card/libcard.so ## run the tests of CUDA code on a card that computes nothing; needs no GPU
 	tests/card/run $(CUDA_VENV) python -m pytest --numprocesses 2 --timeout 900 tests/gpu tests/card $(if $(SEED),--randomly-seed=$(SEED))
 
-# What takes long, or a card, is left out: its code is that of the other tests, and `make test` and `make test-cuda` have it.
-MOST_TESTS := -m "not slow" --numprocesses 2 --dist loadfile --ignore tests/engines --ignore tests/integrations --ignore tests/gpu --ignore tests/card
+# Those of cards and frameworks are left out: their code is that of the other tests.
+MOST_TESTS := --numprocesses 2 --dist loadfile --ignore tests/engines --ignore tests/integrations --ignore tests/gpu --ignore tests/card
+OLDEST_SAMPLE := --numprocesses 2 --dist loadfile tests/training tests/undo tests/memory tests/batch tests/step tests/fitting
 OLDEST_PYTHON := $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 
 # Where the index has no CPU build of that torch, it comes with CUDA: the tests run beside either.
@@ -131,8 +128,8 @@ $(OLDEST_VENV)/.installed: pyproject.toml constraints-oldest.txt
 	$(OLDEST_VENV)/bin/python -m pip install --constraint constraints-oldest.txt --editable ".[dev,examples,watch]"
 	touch $@
 
-test-oldest: $(OLDEST_VENV)/.installed ## run all tests but the slow ones and those of cards, on the oldest Python, torch and libraries
-	$(OLDEST_VENV)/bin/python -m pytest $(MOST_TESTS) $(if $(SEED),--randomly-seed=$(SEED))
+test-oldest: $(OLDEST_VENV)/.installed ## run the tests of steps and batches, with PROOF=1 most tests, on the oldest Python, torch and libraries
+	$(OLDEST_VENV)/bin/python -m pytest $(if $(PROOF),$(MOST_TESTS),$(OLDEST_SAMPLE)) $(if $(SEED),--randomly-seed=$(SEED))
 
 .venv-3.%/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || { python=$$(tests/find_python 3.$*) && "$$python" -m venv $(@D); }
@@ -143,12 +140,11 @@ test-oldest: $(OLDEST_VENV)/.installed ## run all tests but the slow ones and th
 test-pythons: $(PYTHONS:%=.venv-%/.installed) ## the same tests with the tested torch: make test-pythons [PYTHONS="3.10 3.12 3.13"]
 	for python in $(PYTHONS); do .venv-$$python/bin/python -m pytest $(MOST_TESTS) $(if $(SEED),--randomly-seed=$(SEED)) || exit; done
 
-# With fresh examples unless SEED is given: the end of the output says which seed repeats them.
-proof: $(INSTALLED) bugs ## plant bugs, let memory end at every operation of a step, on several ranks too, train for long, draw new examples; SEED=1234 repeats them
-	"$(PYTHON_ENV)" -m pytest -q --numprocesses 3 --dist loadfile --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED)) $$(grep -rlw 'from hypothesis' tests --include='test_*.py')
-	STRIDE=1 "$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py tests/distributed/test_faults_on_ranks.py tests/distributed/test_long_run_on_ranks.py tests/distributed/test_sharded_runner.py $(if $(SEED),--randomly-seed=$(SEED))
+# With fresh examples unless SEED is given: the end of each output says which seed repeats them.
+proof: bugs ## plant bugs, then run all tests whole: an error at every operation and on every rank, new examples; takes hours; SEED=1234 repeats them
+	$(MAKE) PROOF=1 test test-engines test-integrations test-cuda test-oldest
 
-bugs: $(INSTALLED) $(INTEGRATIONS_INSTALLED) ## plant each bug of tests/planted_bugs by itself; its tests must find it, five minutes
+bugs: $(INTEGRATIONS_INSTALLED) ## plant each bug of tests/planted_bugs by itself; its tests must find it, five minutes
 	PYTHONPATH=.:tests "$(PYTHON_ENV)" -m planted_bugs
 
 lint: $(INSTALLED) ## ruff, mypy --strict, and the layers of the imports
@@ -157,7 +153,7 @@ lint: $(INSTALLED) ## ruff, mypy --strict, and the layers of the imports
 	"$(PYTHON_ENV)" -m mypy --strict autobatch tests/api/typed_usage.py
 	"$(PYTHON_ENV)" -c "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
 
-check: lint docs test ## what CI runs, before test-engines, test-integrations, test-cuda and test-oldest
+check: lint docs test ## lint, docs and test: CI runs it, then test-engines, test-integrations, test-cuda and test-oldest
 
 clean: ## remove what tests, linters and builds leave behind; what is installed stays
 	rm -rf build dist site *.egg-info htmlcov .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

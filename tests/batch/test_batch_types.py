@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -447,13 +446,6 @@ def test_a_registered_batch_of_no_samples_is_empty() -> None:
     assert is_empty(make_ragged(1, 2))
 
 
-def test_a_later_registration_replaces_an_earlier_one() -> None:
-    """A cell that is run again in a notebook registers again."""
-    register_ragged(count=lambda batch: 1)
-    register_ragged()
-    assert describe(make_ragged(1, 2)).count == 2
-
-
 def test_a_registered_container_is_no_list_or_dict_any_more() -> None:
     """Also where the class is a mapping, a dataclass or a list: its own functions are asked."""
 
@@ -538,15 +530,6 @@ def test_functions_that_do_not_keep_to_it_are_named(changes: dict[str, Any], mes
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("number", "found"), [(np.int64(2), 2), (torch.tensor(2), 2), (2, 2)], ids=["numpy", "tensor", "int"]
-)
-def test_a_count_may_be_any_whole_number(number: Any, found: int) -> None:
-    """NumPy's and torch's scalars too."""
-    register_ragged(count=lambda batch: number)
-    assert describe(make_ragged(1, 2)).count == found
-
-
 def test_what_cannot_be_copied_needs_a_map() -> None:
     """The error names the argument; with it all goes well."""
     batch = Ragged(torch.arange(3.0, dtype=torch.float64), [1, 2], threading.Lock())
@@ -570,28 +553,6 @@ def test_only_functions_are_registered(changes: dict[str, Any]) -> None:
     """The error names the argument."""
     with pytest.raises(InvalidArgument, match=rf"register\(Ragged, {next(iter(changes))}=\.\.\.\) needs a function"):
         register_ragged(**changes)
-
-
-def test_threads_may_register_and_read_at_once() -> None:
-    """No registration is lost, and no reader sees half of one."""
-    kinds = [type(f"Kind{index}", (Ragged,), {}) for index in range(60)]
-    failures: list[BaseException] = []
-
-    def add(some: list[type[Ragged]]) -> None:
-        try:
-            for kind in some:
-                register(kind, count=len, take=Ragged.pick)
-                assert describe(make_ragged(1, 2, kind=kind)).count == 2
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=add, args=(kinds[start::3],)) for start in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert all(describe(make_ragged(1, kind=kind)).count == 1 for kind in kinds)
 
 
 def test_without_a_registration_the_type_is_named() -> None:

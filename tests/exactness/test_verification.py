@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,6 @@ from workloads import Everything, Plain, bits_of, differences, limited, make_bat
 
 import autobatch
 from autobatch.errors import InexactSplit
-from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.exactness.verification import verify
 from autobatch.records import Verdict
 
@@ -262,19 +260,6 @@ class Recomputes(nn.Module):
 
     def drop(self, hidden):
         return F.dropout(hidden.tanh(), 0.5, self.training)
-
-
-def test_a_frame_with_the_id_of_one_that_is_gone_identifies_a_draw():
-    """Where a part begins, frames are noted that the backward pass no longer has."""
-    numbers = SampleNumbers()
-    numbers.begin(range(4), 4)
-    numbers._outer |= {id(frame): (lambda: None).__code__ for frame in (sys._getframe(),)}
-
-    def draw():
-        numbers._outer[id(sys._getframe())] = (lambda: None).__code__
-        return numbers._identify()[0]
-
-    assert len(draw()) == 4  # of this function and of the one around it: code and place in it
 
 
 @pytest.mark.parametrize("samples", [6, 8, 11, 16])

@@ -18,7 +18,6 @@ from torch import nn
 import autobatch
 from autobatch import by_length
 from autobatch.errors import DoesNotFit, InvalidArgument
-from autobatch.inference.piece import PieceRunner
 from autobatch.testing import FakeDevice, oom_at
 
 SAMPLES = 40
@@ -160,17 +159,6 @@ def test_memory_that_is_short_for_a_moment_ends_no_map(most):
     assert torch.equal(autobatch.map(need, inputs, max_piece=most), inputs)
     assert set(calls) == set(range(30))
     assert most is None or (short == set() and sum(calls.values()) == 33)
-
-
-@pytest.mark.parametrize(
-    ("kind", "to", "is_advised"), [("cpu", None, False), ("xpu", None, True), ("xpu", "cpu", False)]
-)
-def test_the_host_is_advised_where_results_are_not_there(kind, to, is_advised):
-    """On the CPU, or where they go there already, ``to="cpu"`` frees nothing."""
-    device = FakeDevice(lambda n: 10 + 100 * n, total_bytes=100)
-    runner = PieceRunner(torch.neg, [], device, None, None, None if to is None else torch.device(to))
-    device.torch_device = torch.device(kind)
-    assert runner.may_send_results == is_advised
 
 
 class Unreadable(Exception):
@@ -354,24 +342,6 @@ def test_a_function_does_not_change_the_user_s_arrays(kind, is_short):
     assert np.array_equal(rows, INPUTS.numpy())
 
 
-def test_an_array_that_an_error_left_written_is_the_functions_own():
-    """The sample that raises is looked for in what was given."""
-
-    def check(piece):
-        piece["x"] += 1
-        if (piece["x"] == 8).any():
-            raise ValueError("eight")
-        piece["x"] -= 1
-        return piece["x"].copy()
-
-    numbers, objects = np.arange(20.0), np.array([{"a": float("nan")} for _ in range(20)], dtype=object)
-    numbers[3] = np.nan
-    with pytest.raises(ValueError, match="eight") as caught:
-        autobatch.map(check, {"x": numbers, "y": objects})
-    assert caught.value.sample_index == 7
-    assert np.array_equal(numbers, [*range(3), np.nan, *range(4, 20)], equal_nan=True)
-
-
 def test_a_copy_of_an_array_may_be_written():
     """Rows that by_length() sorts are copies, and read-only arrays need no watch."""
     numbers = np.arange(20.0)
@@ -442,29 +412,6 @@ def test_tensors_that_torch_cannot_fill_are_refused_where_results_are_put_togeth
     assert all(type(result) is type(make(INPUTS)) for result in given.values())
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's, of tensors of such kinds
-@pytest.mark.parametrize(
-    ("make", "to_dense"),
-    [
-        (torch.Tensor.to_sparse, torch.Tensor.to_dense),
-        (as_nested, torch.Tensor.clone),
-        (as_jagged, torch.Tensor.clone),
-        (as_quantized, torch.Tensor.dequantize),
-    ],
-)
-def test_rows_of_any_form_that_torch_has_are_yielded(make, to_dense):
-    """Nothing is put together there."""
-    rows = [to_dense(row["x"]) for row in autobatch.map(lambda x: {"x": make(x)}, list(INPUTS))]
-    assert torch.allclose(torch.stack(rows), INPUTS, atol=0.06)  # half a step of the quantized ones
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_form_without_rows_is_refused_where_rows_are_yielded():
-    """With its path."""
-    with pytest.raises(InvalidArgument, match=r'^fn returned a torch\._mkldnn Tensor as the result\["x"\], whose rows'):
-        next(autobatch.map(lambda x: {"x": x.to_mkldnn()}, list(INPUTS)))
-
-
 def test_an_iterator_that_is_left_at_the_end_of_the_program_ends_in_silence():
     """Python closes it when its modules are empty already."""
     program = (
@@ -518,29 +465,6 @@ def test_pieces_that_are_no_one_result_are_refused():
     assert len(list(autobatch.map(grow, iter(INPUTS)))) == SAMPLES
     with pytest.raises(InvalidArgument, match="of 2 results as the result, and a tuple of 1 result for the"):
         autobatch.map(lambda piece: (piece,) if len(piece) == 2 else (piece, +piece), INPUTS)
-
-
-def test_what_differs_between_pieces_is_said():
-    """Kind, dtype and shape of rows of both."""
-    cases = [
-        (lambda rows: rows.int() if len(rows) == 2 else rows, "of torch.float32 .* and a Tensor of torch.int32"),
-        (lambda rows: np.array(["ab" if len(rows) == 2 else "abc"] * len(rows)), "of <U3 .* ndarray of <U2 with"),
-        (lambda rows: rows if len(rows) == 2 else rows.numpy(), "ndarray of float32 .* a Tensor of torch.float32"),
-        (lambda rows: rows if len(rows) == 2 else rows.tolist(), "a list as the result, and a Tensor of torch"),
-        (lambda rows: rows if len(rows) == 2 else None, "None.* as the result, and a Tensor of torch"),
-    ]
-    for fn, shown in cases:
-        with pytest.raises(InvalidArgument, match=shown):
-            autobatch.map(fn, INPUTS)
-
-
-def test_masked_arrays_keep_their_masks():
-    """Of several pieces as of one."""
-    given = np.ma.array(np.arange(20.0), mask=[row % 3 == 0 for row in range(20)])
-    doubled = autobatch.map(lambda piece: piece * 2, given)
-    assert isinstance(doubled, np.ma.MaskedArray)
-    assert doubled.tolist() == (given * 2).tolist()
-    assert autobatch.map(lambda piece: piece * 2, given, cut=by_length([*range(20)])).tolist() == (given * 2).tolist()
 
 
 SEVERAL = {

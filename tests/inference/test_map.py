@@ -444,20 +444,6 @@ def test_a_module_takes_a_mapping_as_keywords():
     assert torch.equal(run(Named(), {"x": INPUTS, "mask": INPUTS > 3}), INPUTS * (INPUTS > 3))
 
 
-def test_one_piece_of_all_is_the_result_itself():
-    """Nothing is copied where everything fits at once."""
-    outputs = []
-    result = autobatch.map(lambda x: outputs.append(x + 1) or outputs[-1], INPUTS[:2])
-    assert result is outputs[0]
-
-
-def test_a_batch_is_given_in_views():
-    """Pieces of a batch on the device share its memory."""
-    pointers = []
-    run(lambda x: pointers.append(x.untyped_storage().data_ptr()), INPUTS)
-    assert set(pointers) == {INPUTS.untyped_storage().data_ptr()}
-
-
 @pytest.mark.parametrize("batch", [INPUTS, list(INPUTS)], ids=["batch", "samples"])
 def test_a_callback_gets_each_result_once(batch):
     """With the indices of its samples, and nothing is returned."""

@@ -120,12 +120,6 @@ def test_the_limit_is_exactly_the_budget(total, data):
     assert int(find_fraction(budget, total) * total) == budget
 
 
-def test_the_plain_quotient_would_lose_bytes():
-    """The correction is needed: the quotient alone gives a byte less for some budgets."""
-    assert int(ODD_BUDGET / ODD_TOTAL * ODD_TOTAL) == ODD_BUDGET - 1
-    assert int(find_fraction(ODD_BUDGET, ODD_TOTAL) * ODD_TOTAL) == ODD_BUDGET
-
-
 @pytest.mark.parametrize("budget", [80 * GIB, 80 * GIB + 1, 200 * GIB])
 def test_a_budget_of_the_whole_card_is_no_limit(allocator, budget):
     """Torch takes no fraction above one, and one means no limit."""
@@ -316,14 +310,6 @@ class Recorder:
 def test_only_pinned_memory_is_copied_without_waiting(allocator, kind, pinned, expected):
     """From pageable memory torch waits anyway, and what is on a card has nothing to be pinned."""
     assert CudaDevice(CARD).move_tensor(Recorder(kind, pinned)) == (CARD, expected)
-
-
-def test_a_micro_batch_is_a_range_in_the_profiler(allocator):
-    """A trace shows which micro-batch, of how many samples, an operator belongs to."""
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu]) as profile, CudaDevice(CARD).micro_batch(43):
-        torch.zeros(1)
-    assert "autobatch micro-batch of 43" in {event.name for event in profile.events()}
 
 
 @pytest.mark.parametrize("leaves", [(0, 1), (1, 0)])

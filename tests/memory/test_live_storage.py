@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import types
 import weakref
 
 import numpy as np
@@ -455,27 +454,3 @@ def test_whatever_another_thread_counts_and_frees_at_any_line_the_count_is_exact
         if not run.where:
             break
     assert position > 100
-
-
-def test_what_is_called_when_a_tensor_is_freed_is_no_python_code():
-    """In a function that is written in C no signal handler runs, so no interrupt is lost there."""
-    storage = LiveStorage()
-    tensor = torch.ones(10)
-    storage.add([tensor])
-    [reference] = weakref.getweakrefs(tensor.untyped_storage())
-    assert isinstance(reference.__callback__, types.BuiltinFunctionType)
-
-
-def test_a_storage_at_the_address_of_a_dead_one_is_not_forgotten_with_it():
-    """Another thread may have subtracted the dead one, and counted the new one, before this one comes to it."""
-    storage, tensor = LiveStorage(), torch.empty(100, dtype=torch.uint8)
-    storage.add([tensor])
-    (dead,) = storage._references.values()
-    del tensor
-    new = torch.empty(50, dtype=torch.uint8)
-    storage.add([new])
-    dead.key = new.untyped_storage()._cdata
-    storage._dead.add(dead)
-    assert storage.live_bytes == 50
-    del new
-    assert storage.live_bytes == 0

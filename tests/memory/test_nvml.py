@@ -145,15 +145,6 @@ def test_a_card_is_read_with_the_processes_on_it(install, caplog):
     assert lines(caplog) == []
 
 
-def test_a_driver_that_does_not_tell_its_version_costs_nothing(install, caplog):
-    """All else is read, and nothing is said."""
-    caplog.set_level(logging.INFO)
-    fake = install(FakeNvml())
-    fake.nvmlSystemGetDriverVersion = refuse
-    assert (nvml.query(UUID).driver, nvml.query(UUID).free_bytes) == ("", 30 * GIB)
-    assert lines(caplog) == []
-
-
 @pytest.mark.parametrize("asked", [UUID, f"GPU-{UUID}"])
 @pytest.mark.parametrize("divided", [None, False])
 def test_a_whole_card_is_found_by_its_uuid(install, asked, divided):
@@ -223,14 +214,6 @@ def test_without_permission_the_memory_is_still_read(install, caplog):
     reading = nvml.query(UUID)
     assert (reading.free_bytes, reading.tenants) == (30 * GIB, ())
     assert lines(caplog) == ["who else holds memory of the GPU is not fully known: Not Supported"]
-
-
-def test_a_name_that_cannot_be_read_is_empty(install):
-    """A process that ended meanwhile, or whose name is no text, still is a tenant."""
-    fake = install(FakeNvml(compute=[(7, GIB)]))
-    assert nvml.query(UUID).tenants[0].name == ""
-    fake.nvmlSystemGetProcessName = lambda pid: b"\xff".decode()
-    assert nvml.query(UUID).tenants[0].name == ""
 
 
 def broken(name, error):

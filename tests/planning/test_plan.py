@@ -292,13 +292,6 @@ def test_explain_tells_the_whole_story():
     assert max(map(len, story.splitlines())) <= 120
 
 
-def test_explain_advises_expandable_segments_only_where_the_gap_is_large():
-    """Bytes held but not used by tensors are a CUDA allocator's fragmentation, and worth a word from a fifth on."""
-    wasteful = make_trial(43).model_copy(update={"peak_allocated": 10 * GIB})
-    assert "expandable_segments" in make_plan(trials=(wasteful,)).explain()
-    assert "expandable_segments" not in make_plan().explain()
-
-
 @pytest.mark.parametrize(("target", "size"), [(48, 12), (48, 48), (49, 7)])
 def test_explain_gives_no_advice_where_the_whole_batch_would_fit(target, size):
     """Where the user's own bound made it small, less memory a sample would change nothing."""

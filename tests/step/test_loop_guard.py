@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from functools import cache, partial
 
@@ -540,36 +539,6 @@ def test_after_an_error_the_next_step_is_watched_again():
         workload.run(make_batch(4))
     with pytest.raises(InvalidArgument, match=r"calls optimizer\.step"):
         workload.run(make_batch(4))
-
-
-@pytest.mark.parametrize("first_leaves_first", [True, False])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, HandMade])
-def test_two_guards_on_one_optimizer(make, first_leaves_first):
-    """As of two threads that train two models with it: in whatever order they leave, its methods work afterwards."""
-    training = Training(make)
-    inside, may_leave = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
-
-    def run(index):
-        def step(model, batch):
-            inside[index].set()
-            may_leave[index].wait(20)
-            return mean_step(model, batch)
-
-        Workload(training.model, step, None, training.optimizer).run(make_batch(4))
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in (0, 1)]
-    for thread, event in zip(threads, inside, strict=True):
-        thread.start()
-        assert event.wait(20)
-    for index in (0, 1) if first_leaves_first else (1, 0):
-        may_leave[index].set()
-        threads[index].join()
-    mean_step(training.model, make_batch(4)).backward()
-    before = training.model[0].weight.detach().clone()
-    training.optimizer.step()
-    training.optimizer.zero_grad()
-    assert not torch.equal(before, training.model[0].weight)
-    assert all(parameter.grad is None for parameter in training.model.parameters())
 
 
 def accelerated(optimizer):

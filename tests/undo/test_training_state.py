@@ -351,44 +351,6 @@ def test_containers_kept_as_attributes_are_undone():
     assert model.cache["a"][1] == {"deep": 1}
 
 
-class Output(OrderedDict):
-    """Like the outputs of language models: an ordered dict that refuses what would break it."""
-
-    def update(self, *args, **kwargs):
-        raise TypeError("use attributes")
-
-    def pop(self, *args):
-        raise TypeError("use attributes")
-
-
-def test_a_dict_that_refuses_updates_is_undone():
-    """A model that keeps its last output."""
-    model = nn.Linear(3, 3)
-    model.last = Output(loss=1, logits=2)
-    kept = model.last
-    with remember(model):
-        model.last["loss"] = 3
-        del model.last["logits"]
-    assert model.last is kept
-    assert list(model.last.items()) == [("loss", 1), ("logits", 2)]
-
-
-def test_what_did_not_change_is_not_touched():
-    """A container that watches its changes sees none."""
-    touched = []
-
-    class Watches(dict):
-        def clear(self):
-            touched.append(1)
-            super().clear()
-
-    model = nn.Linear(3, 3)
-    model.config = Watches(size=3)
-    with remember(model) as state:
-        state.rewind()
-    assert not touched
-
-
 def test_a_state_of_odd_values_comes_back():
     """Payloads of NaN, negative zeros, overlapping and shared memory, every kind of dtype, as buffers."""
     model = nn.Module()
