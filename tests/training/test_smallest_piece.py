@@ -300,10 +300,10 @@ def test_a_bound_that_nobody_asked_for_refuses_no_batch(count):
 
 
 @pytest.mark.predicts
-@pytest.mark.parametrize("model", sample(REFUSING.values(), 4), ids=REFUSING)
-def test_a_prediction_finds_the_smallest_piece_as_fit_does(model):
+@pytest.mark.parametrize("name", sample(REFUSING, 4))
+def test_a_prediction_finds_the_smallest_piece_as_fit_does(name):
     """Nine samples on a card with memory for one or two at a time: no division has no piece of one, as ``fit`` says."""
-    model = nn.Sequential(model(), Fills(2**28))
+    model = nn.Sequential(REFUSING[name](), Fills(2**28))
     odd, even = (autobatch.predict(model, samples(2), step, gpu="3.75GiB", target_batch=count) for count in (9, 8))
     assert (odd.plan, odd.judged_size) == (None, 3)
     assert "not even 3 samples fit" in str(odd)
