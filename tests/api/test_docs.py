@@ -137,7 +137,6 @@ def has_code(page: str) -> bool:
     return any(block.language in {"python", "console"} for block in blocks_of(page))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if has_code(page)])
 def test_what_a_page_shows_runs_and_prints_that(page: str, tmp_path: Path) -> None:
     """A page's Python is one program and its commands follow, and each prints what stands below it."""
