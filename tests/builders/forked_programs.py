@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from builders.ranks import make_context
 
-__all__ = ["Ran", "run_program"]
-
 
 class Ran(NamedTuple):
     """How a program ended, and what it printed, stderr between stdout's lines."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["remember_count"]
-
 
 class _Remembered:
     """How many there were when the first of them were frozen."""

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["ROOT", "Launched", "launch", "launch_nodes", "torchrun"]
-
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "AUTOBATCH_TEST_LAUNCH"
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 
-__all__ = ["AtLine", "in_another_thread", "interrupt"]
-
 
 class AtLine:
     """Calls ``action`` once, before the line; what it raises, the line raises.

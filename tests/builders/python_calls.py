@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-__all__ = ["count_calls"]
-
 
 def count_calls(action: Callable[[], object], *, builtins: bool = False) -> int:
     """How many Python functions were called, and with ``builtins`` also how many of C."""

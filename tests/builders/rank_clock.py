@@ -5,8 +5,6 @@ from __future__ import annotations
 from autobatch.distributed import ranks
 from autobatch.fitting import probe
 
-__all__ = ["CLOCK", "stop_time"]
-
 
 class Clock:
     """Stands in for the module ``time`` where autobatch measures a rank's work."""

@@ -22,16 +22,6 @@ import autobatch
 from autobatch.errors import RankLost
 from autobatch.testing import oom_at
 
-__all__ = [
-    "RANK_CASES",
-    "SHARDED_CASES",
-    "choose_positions",
-    "describe",
-    "needs_sharding",
-    "prove_on_ranks",
-    "shard",
-]
-
 needs_sharding = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="this torch cannot clear a pass of fully_shard that broke off"
 )

@@ -7,8 +7,6 @@ from torch.nn import functional as F
 
 import autobatch
 
-__all__ = ["count_some", "mean_of_some", "state_mean", "state_sum", "weigh_classes", "weighted_classes"]
-
 
 def count_some(batch):
     """What the weighted mean is over; 0 for a label of 3."""

@@ -26,8 +26,6 @@ from autobatch.records import DeviceInfo
 from autobatch.step.workload import Workload
 from autobatch.undo.gradients import Float32Sums
 
-__all__ = ["CASES", "Case", "predict_timeline", "train_replicated", "train_sharded"]
-
 
 class Wide(nn.Module):
     """Two layers beside their input, with numbers of rows that no number of ranks divides."""

@@ -13,8 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Answer", "make_context", "run_ranks", "values_of", "wait_at_most"]
-
 _IMPORTED = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "autobatch.fitting.fit", "autobatch.runner"]
 """By the process that forks the ranks, once: in each of them it would take two seconds."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["REFUSED_OPTIONS"]
-
 REFUSED_OPTIONS = [
     ({"target_batch": 0}, "target_batch=0"),
     ({"target_batch": 2.5}, "target_batch=2.5"),

@@ -13,20 +13,6 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainers import arguments, lines
 
-__all__ = [
-    "dpo",
-    "embedder",
-    "embedder_of_two",
-    "generating",
-    "kto",
-    "llama",
-    "preferences",
-    "reward",
-    "sft",
-    "texts",
-    "tokenizer",
-]
-
 
 @cache
 def tokenizer() -> Any:

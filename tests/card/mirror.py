@@ -16,8 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map
 
-__all__ = ["Mirror"]
-
 _aten = torch.ops.aten
 _MOVE_NO_VALUES = {
     _aten.detach.default,

@@ -17,8 +17,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-__all__ = ["call"]
-
 _MOST_SECONDS = 850
 
 

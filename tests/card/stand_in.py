@@ -7,18 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Counts",
-    "counts",
-    "is_loaded",
-    "launch_calls",
-    "launch_fails",
-    "memory_calls",
-    "memory_fails",
-    "tenant",
-    "zero_reads",
-]
-
 _COUNT = ctypes.c_ulonglong
 _LIBRARY = ctypes.CDLL(None)  # what is preloaded is found among the names of the process
 
