@@ -6,7 +6,6 @@ import gc
 import sys
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 import autobatch
 from autobatch.testing import oom_at
 
-PACKAGE = str(Path(autobatch.__file__).parent)
 BATCH = torch.linspace(-1, 1, 64).reshape(16, 4)
 
 

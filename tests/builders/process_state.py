@@ -12,8 +12,6 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch
 
-_MODULE_HOOKS = [name for name in vars(module_hooks) if name.startswith("_global_") and name.endswith("hooks")]
-
 
 def read_process_state():
     """By name; two readings are equal if nothing has changed."""

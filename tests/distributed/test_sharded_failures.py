@@ -109,14 +109,6 @@ class Breaking(torch.optim.SGD):
         return super().step(closure)
 
 
-def skip_layer(model, batch):
-    """On one rank, in one step, a layer less is run."""
-    if dist.get_rank() == 1:
-        hidden = model[0](batch[0])
-        return nn.functional.cross_entropy(model[4](torch.tanh(hidden)), batch[1])
-    return mean_step(model, batch)
-
-
 def run_all():
     """What came of each way to fail, in the first step and in a later one, and of the next step."""
     rank, found = dist.get_rank(), {}

@@ -134,11 +134,6 @@ def detection(samples, **options):
     return make_batch(samples)[0], targets_of(samples, **options)
 
 
-def images_in_a_list(samples):
-    """Both in lists."""
-    return [*make_batch(samples)[0]], targets_of(samples)
-
-
 BATCHES = {"images in a tensor": detection(12), "an image without boxes": detection(12, empty=True)}
 
 

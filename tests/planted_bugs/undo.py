@@ -24,7 +24,7 @@ def running_statistics_stay(real, self):
 
 @bug(
     "autobatch.undo.module_state.ModuleState.restore",
-    f"{MOVING_STATE}::test_a_retried_step_is_the_one_that_used_the_final_pieces",
+    "tests/training/test_faults.py::test_the_proof",
 )
 def attributes_stay(real, self):
     """A counter that a module keeps in an attribute counts a retried step twice."""

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from retrying import halve, retrying
+from sampling import IN_PROOF, sample
 from torch import nn
 from torch.nn import functional as F
 from workloads import (
@@ -162,7 +163,7 @@ def test_an_oom_at_any_operation_leaves_no_trace_in_the_result():
     """Wherever memory ends, in forward or backward, the result is bitwise that of the committed micro-batches."""
     batch = make_batch(12)
     restarted = 0
-    for position in range(1, count_operations() + 1):
+    for position in sample(range(1, count_operations() + 1), 5):
         torch.manual_seed(7)
         model = Everything()
         accumulation = retrying(Workload(model, mean_step), CpuDevice(), halve)
@@ -172,7 +173,7 @@ def test_an_oom_at_any_operation_leaves_no_trace_in_the_result():
         restarted += done.micro_batch_sizes == (3, 3, 3, 3)
         expected = commit_without_errors(done.micro_batch_sizes, batch)
         assert not differences(forget_objects(bits_of(model)), forget_objects(expected)), (position, planned.raised)
-    assert restarted >= 40
+    assert restarted >= (40 if IN_PROOF else 8)
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, np.random.randn, random.random], ids=["rand", "randn", "random"])

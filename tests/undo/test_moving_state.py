@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from faults import CASES, OUTCOMES, Judge, Training, places_of
+from faults import CASES, Training
 from moving_runner import make_runner
 from torch import nn
 from workloads import bits_of, differences, make_batch, mean_step
@@ -28,19 +28,6 @@ pytestmark = [
     # torch says so once a process, at the first sparse tensor that an optimizer makes.
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
 ]
-
-
-@BY_NAME
-@pytest.mark.parametrize("second", [False, True], ids=["first step", "second step"])
-def test_a_retried_step_is_the_one_that_used_the_final_pieces(case, second):
-    """Wherever memory ends before the update: bitwise the step of the committed pieces, or nothing has changed."""
-    options = {"earlier_steps": int(second), "earlier_gradients": second}
-    judge = Judge(case, **options)
-    places = [number for number, place in enumerate(places_of(case, **options), 1) if place != "optimizer"]
-    outcomes = [judge.outcome(oom_at(position)) for position in places[:: max(len(places) // 12, 1)]]
-    assert not [outcome for outcome in outcomes if outcome not in OUTCOMES]
-    assert "restarted" in outcomes
-    assert "reported" not in outcomes
 
 
 @BY_NAME
