@@ -305,7 +305,7 @@ def test_what_the_parent_has_let_go_of_is_not_freed_in_the_child():
             "os.close(2)",
             "os.closerange(0, 3)",
         ],
-        4,
+        5,
     ),
 )
 def test_the_answer_comes_whatever_became_of_the_standard_streams(before, tmp_path):

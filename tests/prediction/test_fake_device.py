@@ -77,6 +77,7 @@ except InvalidArgument as error:
 """
 
 
+@pytest.mark.slow
 def test_a_device_of_another_package_is_left_alone():
     """Torch has one slot for such devices: the message names who has it."""
     done = subprocess.run([sys.executable, "-c", _OTHERS], check=False, capture_output=True, text=True)

@@ -123,6 +123,7 @@ def test_where_there_is_no_such_fork_a_plain_one_is_made(monkeypatch):
     assert run_apart(backward, 30)[1] == [2.0, 2.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 def test_a_child_keeps_the_lock_of_the_interpreter():
     """Threads that ask for it as the process forks are not in the child, which would wait for them."""

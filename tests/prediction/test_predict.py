@@ -60,6 +60,7 @@ def test_a_prediction_says_what_fits(prediction):
     assert "predicted peak" in str(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("all_cards", [False, True])
 def test_its_tables_are_made_while_another_process_traces(monkeypatch, all_cards):
     """This one has nothing else to do then; after the last trace nothing is simulated any more."""
@@ -124,6 +125,7 @@ def test_the_margin_is_why_it_is(prediction):
     assert (own.plan.peak_bytes + own.context_bytes) * 1.25 <= own.gpu.total_bytes
 
 
+@pytest.mark.slow
 def test_a_card_in_the_table_is_the_one_that_was_asked_for():
     """The plan, and the line of the table, are of one estimate."""
     asked = predict(gpu="L4", target_batch=100_000)
@@ -252,6 +254,7 @@ def _with_outputs(model, batch):
     return outputs.square().mean(), outputs
 
 
+@pytest.mark.slow
 def test_what_is_kept_beside_the_loss_is_of_all_micro_batches_of_two_steps():
     """As a trace of as many says it, within what the allocator rounds: a result lives until the next one is there."""
     model = nn.Sequential(nn.Linear(1024, 8192), nn.ReLU(), nn.Linear(8192, 8192))

@@ -230,6 +230,7 @@ def test_whatever_is_expected_at_most_half_of_it_is_tried_first(target, share):
     assert next_size(question, []) <= max(expected // 2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.predicts
 def test_the_limit_is_compared_with_what_that_allocator_holds(monkeypatch):
     """A size that fits where one kind of segments is used does not fit where the other is, which holds more of it."""
@@ -269,6 +270,7 @@ def test_a_first_step_that_holds_what_was_predicted_confirms_it():
     assert expect(tensors) == (True, 2**26)
 
 
+@pytest.mark.slow
 @pytest.mark.predicts
 def test_other_tensors_of_the_process_are_counted():
     """A batch or a second model that is on the card takes from what trials may hold."""

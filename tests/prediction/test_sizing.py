@@ -136,6 +136,7 @@ def test_beyond_the_largest_trace_nothing_is_judged(target, bound):
     assert {fit.micro_batch_size for fit in sizing.cards()} == {sizes[-1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [10**8, 99_999_989])
 def test_the_largest_target_takes_no_time(target):
     """20 000 useful sizes, of which a few dozen are simulated: on all cards, in seconds of a child that is killed."""

@@ -281,16 +281,19 @@ def test_an_error_in_the_backward_pass_is_told_and_does_not_abort():
 
 @pytest.mark.parametrize(
     "make",
-    [
-        torch.optim.Adafactor,
-        torch.optim.Adagrad,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RMSprop,
-        lambda p: torch.optim.AdamW(p, fused=True),
-        lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
-        lambda p: torch.optim.AdamW(p, foreach=False),
-    ],
+    sample(
+        [
+            torch.optim.Adafactor,
+            torch.optim.Adagrad,
+            torch.optim.ASGD,
+            torch.optim.NAdam,
+            torch.optim.RMSprop,
+            lambda p: torch.optim.AdamW(p, fused=True),
+            lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
+            lambda p: torch.optim.AdamW(p, foreach=False),
+        ],
+        3,
+    ),
 )
 def test_any_of_torchs_optimizers_is_rebuilt(make):
     """State is made on the fake device by the optimizer's own class and options."""
@@ -464,7 +467,7 @@ def test_what_is_no_line_in_the_samples_is_not_called_exact(run, monkeypatch):
         assert timeline.measure(samples, TracedStep.peak) == pytest.approx(direct, rel=0.5)
 
 
-@pytest.mark.parametrize("multiple", [128, 1000])
+@pytest.mark.parametrize("multiple", sample([128, 1000], 2))
 def test_what_looks_like_a_line_at_two_sizes_is_seen_at_a_third(multiple):
     """Padding to more than the larger of the two takes the same at both; where it is checked it is exact."""
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
@@ -560,7 +563,7 @@ CIRCUMSTANCES = {
 
 
 @pytest.mark.parametrize("optimizer", sample([None, _adamw], 4))
-@pytest.mark.parametrize("name", CIRCUMSTANCES)
+@pytest.mark.parametrize("name", sample(CIRCUMSTANCES, 2))
 def test_the_timeline_equals_a_direct_trace_under_all_circumstances(name, optimizer):
     """At the larger size that was traced, whose second optimizer step was not, and beyond it."""
     workload, layout = _workload(GPT(), optimizer), _gpt_layout()

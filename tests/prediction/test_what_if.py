@@ -252,7 +252,7 @@ def trace_of(workload, batch):
 
 
 @pytest.mark.predicts
-@pytest.mark.parametrize("family", sample(FAMILIES, 4))
+@pytest.mark.parametrize("family", sample(FAMILIES, 7))
 def test_checkpointing_is_traced_as_the_library_would_train_it(family):
     """Byte for byte what gradient_checkpointing_enable() gives, whatever the model does with a cache; no flag stays."""
     model, blocks = small_model(family)

@@ -79,6 +79,7 @@ def test_a_tool_on_the_way_gets_what_it_got_from_a_loop(place, monkeypatch):
     assert all(map(torch.equal, gradients_of(runner), gradients_of(expected)))
 
 
+@pytest.mark.slow
 def test_a_tool_that_was_there_before_the_import_is_called():
     """Some ask to be imported first."""
     program = """
