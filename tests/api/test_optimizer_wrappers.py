@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import sample
 from torch import nn
 
 import autobatch
@@ -154,7 +155,7 @@ def test_the_state_inside_a_wrapper_is_counted(wrap: Callable[..., Any]) -> None
 
 
 @pytest.mark.predicts
-@pytest.mark.parametrize("wrap", [Least, InList, Attribute, StateIsMethod, Stateless])
+@pytest.mark.parametrize("wrap", sample([Least, InList, Attribute, StateIsMethod, Stateless], 5))
 def test_a_wrapper_is_predicted(wrap: Callable[..., Any]) -> None:
     """On copies of both."""
     model, inner, optimizer = make(wrap)

@@ -219,6 +219,7 @@ def test_pages_name_their_arguments_from_the_batch_on() -> None:
         assert {keyword.arg for keyword in call.keywords if keyword.arg} <= set(known), f"{source}: {ast.unparse(call)}"
 
 
+@pytest.mark.slow
 @pytest.mark.predicts
 def test_typed_code_of_a_user_runs(tmp_path: Path) -> None:
     """What mypy has checked is also what happens; and no public name is left out of it, but for the version."""

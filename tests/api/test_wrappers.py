@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from sampling import sample
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from workloads import Plain, bits_of, differences, make_batch, mean_step
@@ -213,7 +214,7 @@ def train_lightning(by_hand):
 
 
 @pytest.mark.predicts
-@pytest.mark.parametrize(("by_hand", "counted"), [(False, [0]), (True, [0, 1])])
+@pytest.mark.parametrize(("by_hand", "counted"), sample([(False, [0]), (True, [0, 1])], 2))
 def test_lightning_counts_no_trial_and_each_step(by_hand, counted):
     """``trainer.global_step`` stands still in ``fit`` and ``predict``; a Runner's step is one."""
     assert train_lightning(by_hand).counted == counted * 3

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from ledgers import add_run, make_plan, make_run
+from sampling import sample
 from torch import nn
 
 import autobatch
@@ -334,7 +335,9 @@ def test_verbose_says_what_happens_on_the_way(ask):
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("own_logging", ["", "logging.basicConfig(level=logging.DEBUG)", "logging.basicConfig()"])
+@pytest.mark.parametrize(
+    "own_logging", sample(["", "logging.basicConfig(level=logging.DEBUG)", "logging.basicConfig()"], 3)
+)
 def test_no_line_is_there_twice(own_logging, here, tmp_path):
     """On a terminal, where progress is shown too, and whatever logging the user's own module sets up on import."""
     source = (here / "train_it.py").read_text()
@@ -439,7 +442,9 @@ def test_help_answers_at_once():
     assert time_best("-m", "autobatch", "--help") < 4 * time_best("-c", RECORDS)
 
 
-@pytest.mark.parametrize("command", [["plans"], ["show", "plan.json"], ["devices"], ["doctor"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", sample([["plans"], ["show", "plan.json"], ["devices"], ["doctor"]], 4), ids=" ".join
+)
 def test_looking_takes_little_more_than_importing_pydantic(command, here, ask):
     """Less than six times as long, mostly for our records, typer and rich; with torch, twelve times and more."""
     ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
@@ -471,7 +476,7 @@ def make():
 """
 
 
-@pytest.mark.parametrize("command", [("fit", "--target", "64"), ("predict", "--gpu", "L4"), ("verify",)])
+@pytest.mark.parametrize("command", sample([("fit", "--target", "64"), ("predict", "--gpu", "L4"), ("verify",)], 3))
 def test_what_the_users_code_prints_is_no_part_of_the_json(here, ask, command):
     """It goes to stderr; without --json it stays where the user put it."""
     (here / "prints_it.py").write_text(PRINTS)
@@ -536,6 +541,7 @@ def test_a_script_that_reads_its_arguments_is_not_given_ours(here, ask):
     sys.modules.pop("reads_it")
 
 
+@pytest.mark.slow
 def test_what_a_child_of_the_users_code_prints_is_no_part_of_the_json(here):
     """Nor what a library writes to the file descriptor itself."""
     (here / "loud_it.py").write_text(
@@ -659,7 +665,7 @@ def test_a_plan_that_cannot_be_written_is_reported_and_leaves_nothing(here, ask,
     assert not [*here.glob("*.draft")]
 
 
-@pytest.mark.parametrize("command", [["plans"], ["plans", "--json"]], ids=" ".join)
+@pytest.mark.parametrize("command", sample([["plans"], ["plans", "--json"]], 3), ids=" ".join)
 @pytest.mark.parametrize(
     ("stdout", "said"), [(">/dev/full", "the answer cannot be written"), (">&-", "closed"), (">/dev/null", "")]
 )
@@ -705,7 +711,9 @@ def test_a_run_that_went_silent_is_shown_with_when(here, ask):
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("command", [["plans"], ["show", "a1"], ["report", "a1", "-o", "-"], ["diff", "a1", "b2"]])
+@pytest.mark.parametrize(
+    "command", sample([["plans"], ["show", "a1"], ["report", "a1", "-o", "-"], ["diff", "a1", "b2"]], 6)
+)
 @pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "latin-1"])
 def test_a_stdout_that_cannot_hold_a_letter_shows_its_number(here, command, encoding):
     """The rest is as it was, and so is the exit code: a container's locale is often C."""
@@ -774,17 +782,20 @@ def start_without_rights(*arguments, **environment):
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["show", "plan.json"],
-        ["diff", "plan.json", "plan.json"],
-        ["report", "plan.json"],
-        ["show", "closed/plan.json"],
-        ["report", "closed/plan"],
-        ["report", "other.json", "-o", "closed/page.html"],
-        ["verify", "hidden.py:make"],
-        ["verify", "hidden:make"],
-        ["verify", "closed/hidden.py:make"],
-    ],
+    sample(
+        [
+            ["show", "plan.json"],
+            ["diff", "plan.json", "plan.json"],
+            ["report", "plan.json"],
+            ["show", "closed/plan.json"],
+            ["report", "closed/plan"],
+            ["report", "other.json", "-o", "closed/page.html"],
+            ["verify", "hidden.py:make"],
+            ["verify", "hidden:make"],
+            ["verify", "closed/hidden.py:make"],
+        ],
+        5,
+    ),
     ids=" ".join,
 )
 def test_a_file_that_may_not_be_read_is_said_to_be_so(here, command):

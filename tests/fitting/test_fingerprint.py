@@ -256,6 +256,7 @@ print(fingerprint(workload, describe(torch.zeros(4, 6)), device, 1))
 """
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_every_process():
     """Python's hashes change from process to process, and with them the order of a set."""
     environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]

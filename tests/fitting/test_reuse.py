@@ -89,6 +89,7 @@ print("trials", len(plan.trials))
 """
 
 
+@pytest.mark.slow
 def test_the_second_start_of_a_script_costs_one_trial(home):
     """In a process of its own each time; both runs are kept with their plans."""
     environment = {**os.environ, "AUTOBATCH_HOME": str(home), "AUTOBATCH_LEDGER": "on", "OMP_NUM_THREADS": "1"}

@@ -98,6 +98,7 @@ def test_where_the_memory_goes_adds_up(prediction):
     assert prediction.per_sample_bytes > 0
 
 
+@pytest.mark.slow
 def test_common_cards_are_judged(prediction):
     """With the same step; and each that is known, where that is asked for."""
     assert [card.gpu for card in prediction.cards] == [gpu.name for gpu in GPUS if gpu.name in COMMON]
@@ -116,6 +117,7 @@ def test_what_cuda_takes_is_of_the_version_that_torch_was_built_with(monkeypatch
     assert asked.peak_bytes == next(card.peak_bytes for card in asked.cards if card.gpu == "RTX 4090")
 
 
+@pytest.mark.slow
 def test_the_margin_is_why_it_is(prediction):
     """The one that ships says what it is for; one of the user's own says that it is."""
     assert prediction.margin == MARGIN
@@ -295,6 +297,7 @@ def test_what_was_given_is_not_warned_of(prediction):
     assert [sentence.split(":")[0] for sentence in prediction.plan.warnings] == ["predicted"]
 
 
+@pytest.mark.slow
 def test_a_split_that_is_not_exact_is_warned_of():
     """As fit would, by the layers' names; a step that is not split has nothing to be warned of."""
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))

@@ -315,6 +315,7 @@ def _pad_to_128(model, batch):
     return model(nn.functional.pad(batch, (0, 0, 0, -len(batch) % 128))).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.predicts
 def test_an_expectation_is_put_to_the_test_at_its_own_size():
     """Padding to 128 looks as if any number of samples fitted."""

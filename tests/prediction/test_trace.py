@@ -328,6 +328,7 @@ def test_counts_that_only_values_tell_are_not_read():
     assert trace(_workload(ConvNet(), run=run), describe(images()), 2).samples == 2
 
 
+@pytest.mark.slow
 def test_a_step_that_loops_over_samples_is_interpolated_and_not_traced_without_end(monkeypatch):
     """Another number of operators at each size cannot be aligned: the record says so, traced sizes stay exact.
 
@@ -506,6 +507,7 @@ def test_a_line_that_holds_at_a_third_size_stays_one():
     assert check_timeline(trace_timeline(workload, layout), workload, layout, 300, Circumstances()) is None
 
 
+@pytest.mark.slow
 def test_chunks_too_large_for_two_sizes_are_seen_and_too_many_are_not_traced(monkeypatch):
     """A step that takes 100 samples at a time runs more operators than can be traced, at a size that is far enough."""
     monkeypatch.setattr(trace_module, "_MOST_EVENTS", 4000)  # with those that ship this takes 15 s
@@ -715,7 +717,7 @@ def test_a_caller_without_gradients_gets_the_same_trace():
 
 
 @pytest.mark.parametrize(
-    "make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop], ids=lambda make: make.__name__
+    "make", sample([torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop], 3), ids=lambda make: make.__name__
 )
 def test_an_optimizer_takes_all_parameters_at_once_as_on_a_card(make):
     """Where nobody has chosen torch chooses foreach on CUDA; a choice of the user's stands."""

@@ -119,6 +119,7 @@ def test_another_optimizer_saves_its_state():
     assert saved["8-bit AdamW"] == pytest.approx(64 - 2, abs=4)
 
 
+@pytest.mark.slow
 @pytest.mark.predicts
 def test_what_the_step_has_already_changes_nothing():
     """Autocast inside of autocast; and the story says so."""
@@ -133,6 +134,7 @@ def test_what_the_step_has_already_changes_nothing():
     assert "no change" in next(line for line in prediction.explain().splitlines() if "autocast" in line)
 
 
+@pytest.mark.slow
 @pytest.mark.predicts
 def test_a_change_that_cannot_be_traced_says_why_and_comes_last():
     """The others are tried all the same."""
@@ -149,6 +151,7 @@ def test_a_change_that_cannot_be_traced_says_why_and_comes_last():
     assert not any(change.failed for change in others)
 
 
+@pytest.mark.slow
 @pytest.mark.predicts
 def test_expandable_segments_are_not_offered_to_those_who_have_them():
     """Nor is anything else that is only another setting."""

@@ -95,6 +95,7 @@ def test_what_is_not_compiled_is_left_alone(make):
     assert not is_compiled(*make())
 
 
+@pytest.mark.slow
 def test_asking_does_not_load_the_compiler():
     """In a program that compiles nothing, the question does not import what it would take to compile."""
     program = (
