@@ -87,3 +87,11 @@ def test_the_picture_has_the_layers_of_the_linter() -> None:
             assert floors[upper] == floors[lower], (upper, lower)
         else:
             assert floors[upper] < floors[lower], (upper, lower)
+
+
+def test_make_proof_runs_whole_what_ci_runs_as_a_sample() -> None:
+    """Each target of ``.ci/run`` that tests something."""
+    ci = re.findall(r"^make ([\w-]+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    proof = re.search(r"^proof: .*\n\t\$\(MAKE\) PROOF=1 (.+)$", MAKEFILE, flags=re.MULTILINE)
+    assert proof is not None
+    assert {"test" if target == "check" else target for target in ci} == set(proof[1].split())
