@@ -61,10 +61,7 @@ class Accumulation:
         stand_ins: Returns extra tensors that count as parameters: the gathered ones of ``fully_shard``.
         stands_for: Number of micro-batches of the step that a trial imitates; sparse gradients get the rows that all of
             them may have. A trial runs only the first two. 0: all are run.
-        keep: Objects of the user that the step changes; see ``undo.user_objects``.
         owns_batches: Whether the batches are copies that the user does not see.
-        max_micro_batch: The most samples of a micro-batch that the user allows; ``None``: no limit.
-        backward: Called with each micro-batch's loss, scaled, in place of ``loss.backward()``.
         is_training: Whether these are a Runner's steps, between which the user may change anything.
         counted_per_sample: Divisor of the last step's losses, for each sample; 0 if the step stated no count. The next
             step's unit is chosen by it, and with it how a narrow loss rounds.
@@ -181,12 +178,8 @@ class Accumulation:
         if weighed and (self._stated.is_due or not self._is_additive):
             check_additive(self._cut_wholes(batches), micro_batches)
             self._is_additive = True
-        loss = StepLoss(
-            micro_batches,
-            weighed=weighed,
-            counted_per_sample=self.counted_per_sample,
-            is_scaled=self.scale is not None,
-        )
+        is_scaled, per_sample = self.scale is not None, self.counted_per_sample
+        loss = StepLoss(micro_batches, weighed=weighed, counted_per_sample=per_sample, is_scaled=is_scaled)
         progress = AccumulationState(groups, micro_batches, loss, watch, had_gradients=undo.gradients.are_there)
         if shared is not None:
             self._open(shared, progress, batches, undo)
@@ -380,9 +373,7 @@ class Accumulation:
 
     def _combine(self, shared: SharedStep, progress: AccumulationState) -> None:
         """Make loss and ``.grad`` those of all ranks; no loss where no sample of any counts."""
-        parameters = self.workload.parameters()
-        sums = self._sums.take()
-        loss = progress.loss
+        loss, parameters, sums = progress.loss, self.workload.parameters(), self._sums.take()
         loss.value = shared.sum(parameters, sums, loss.value, counted=loss.counted, unit=loss.unit)
 
     def _correct(self, factor: float) -> None:

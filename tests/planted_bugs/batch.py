@@ -6,7 +6,7 @@ from planted_bugs import bug
 
 
 @bug(
-    "autobatch.training.accumulation.cut",
+    "autobatch.training.accumulation.cut_weighed",
     "tests/training/test_accumulation.py::test_the_split_gradient_is_the_full_batch_gradient",
 )
 def the_last_micro_batch_is_dropped(real, *arguments):
