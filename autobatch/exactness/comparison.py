@@ -32,7 +32,7 @@ from autobatch.exactness.partitions import Parts, Sizes, crossings, partitions_o
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
-from autobatch.step.batch_norm import batch_norms_in_train_mode
+from autobatch.step.model_info import batch_norms_in_train_mode
 from autobatch.step.workload import Workload
 from autobatch.undo.random_state import HostRandomState
 
@@ -52,11 +52,8 @@ class SplitComparison:
     """Compares samples of one workload whole against split. The model is changed: the caller restores it.
 
     Attributes:
-        workload: The workload, in the mode in which its model is.
         layout: Samples, of which some are taken from first to last (``Layout.spread``).
-        device: Device of the runs.
-        after_trials: Whether the step is known to run, so that its errors make the result "unchecked". And if BatchNorm
-            explains the first partition, no cause is looked for.
+        after_trials: Whether the step is known to run, so that its errors make the result "unchecked".
         explains: Whether causes are looked for.
         order: Rows in the order in which steps take them, if it differs from the batch's order.
         exact_at: Number of samples for which a smaller comparison has found the split exact; 0 if none has.
@@ -76,10 +73,7 @@ class SplitComparison:
 
     @torch.enable_grad()
     def attempt(self, samples: int, partitions: Sequence[Sizes] = ()) -> tuple[Verdict | None, str]:
-        """Return the verdict on these partitions, or on the usual ones; or ``None``, and why memory ran out.
-
-        Except after trials, raises what the step itself raises, and AutobatchError if the step is used wrongly.
-        """
+        """Return the verdict on these partitions, or on the usual ones; or ``None``, and why memory ran out."""
         handled = sys.exc_info()[1]
         try:
             return self._compare(self.layout.spread(samples, self.order), partitions), ""
@@ -89,13 +83,11 @@ class SplitComparison:
                 return None, str(error) if is_ours else reason
             if not self.after_trials and (is_ours or self.is_free is None):
                 raise
-        if (
-            not self.after_trials and not self.exact_at
-        ):  # raises the step's error if it is raised without our changes too
-            with self._measure(self.layout.spread(samples, self.order)) as measured:
-                measured.whole()
         if self.exact_at:
             return unchecked(f"more of them raise {self._show(reason)}"), ""
+        if not self.after_trials:
+            with self._measure(self.layout.spread(samples, self.order)) as measured:
+                measured.whole()  # raises the step's own error if it is raised without our changes too
         return unchecked(reason if is_ours else f"the step cannot be made deterministic ({self._show(reason)})"), ""
 
     def _compare(self, few: Layout, partitions: Sequence[Sizes]) -> Verdict:
@@ -121,8 +113,7 @@ class SplitComparison:
     def _look_quickly(self, few: Layout, partitions: Sequence[Sizes]) -> tuple[Verdict | None, Side]:
         """Compare the step as it is; a repeatable one in float32 if it draws, or is in half precision.
 
-        Returns:
-            The verdict if that shows it, and how parameters had moved if the gradients differ.
+        Returns the verdict if that shows it, and how parameters had moved.
         """
         try:
             if self.is_free is not False:
@@ -267,15 +258,13 @@ def _read_generators(device: torch.device) -> bytes:
 
 def _differ(layout: Layout) -> bool:
     rows = [[*leaves_of(layout.take(range(index, index + 1)))] for index in range(layout.count)]
-    return any(not all(map(_same, first, second)) for first, second in pairwise(rows))
+    return not all(_same(*pair) for first, second in pairwise(rows) for pair in zip(first, second, strict=False))
 
 
 def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first.shape == second.shape and torch.equal(first, second)
-    if is_array(first) and is_array(second):
-        return first.shape == second.shape and bool((first == second).all())
     try:
+        if isinstance(first, torch.Tensor) or is_array(first):
+            return bool(first.shape == second.shape and (first == second).all())
         return bool(first is second or type(first) is not type(second) or first == second)
-    except (TypeError, ValueError, RuntimeError):  # objects that compare their arrays value by value
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # objects that compare their arrays value by value
         return False

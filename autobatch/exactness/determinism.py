@@ -1,8 +1,7 @@
 """Makes a step repeatable: the same random numbers for each sample, no dropout, float32 or wider throughout.
 
-Two batches of the same samples then differ in their gradients only by rounding, however they are divided. One dispatch
-mode sees every operator, also what a checkpoint runs again in a backward pass. Kernels of other packages that draw or
-round themselves are not seen.
+However the samples are divided, their gradients then differ only by rounding. One dispatch mode sees every operator of
+torch, also those of a backward pass; kernels of other packages are not seen.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import random as python_random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from importlib import import_module
@@ -134,31 +133,28 @@ class _Repeatable(DispatchMode):
         self._wider, self._random = wider, random
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run the operator with the changed arguments, or what replaces it."""
+        """Run the operator with the changed arguments, and fill what it has drawn."""
         kwargs, kind = kwargs or {}, _kind_of(func)
         if kind == "view":  # reads the same bytes as another dtype: no cast
             return func(*args, **kwargs)
-        args = [self._widen_dtype(value) for value in args]
-        kwargs = {name: self._widen_dtype(value) for name, value in kwargs.items()}
+        args = [self._wider.get(value, value) if isinstance(value, torch.dtype) else value for value in args]
+        kwargs = {name: self._wider.get(v, v) if isinstance(v, torch.dtype) else v for name, v in kwargs.items()}
         if kind == "kernel":
             return func(**_without_dropout(_read_arguments(func, args, kwargs)))
+        is_made = "out" not in kwargs and not any(isinstance(value, torch.Tensor) for value in args)
         if kind == "draw":
-            result = self._widen_new(_draw(func, _read_arguments(func, args, kwargs), self._random), args)
-            out = kwargs.get("out")
-            return result if out is None else out.resize_(result.shape).copy_(result)
+            given = _read_arguments(func, args, kwargs)
+            result = func(**_with_heads(func, given))
+            result = self._widen_made(result) if is_made else result
+            return result.copy_(_fit(func, given, self._random.draw(result)))
         result = call_operator(func, tuple(args), kwargs)
-        return result if "out" in kwargs else self._widen_new(result, () if func is _ATEN.lift_fresh.default else args)
+        return self._widen_made(result) if is_made or func is _ATEN.lift_fresh.default else result
 
-    def _widen_new(self, result: Any, args: Sequence[Any]) -> Any:
+    def _widen_made(self, result: Any) -> Any:
         """Widen a tensor that an operator has made in torch's default dtype, from no other tensor."""
         if torch.float32 not in self._wider or not isinstance(result, torch.Tensor) or result.dtype not in self._wider:
             return result
-        if any(isinstance(value, torch.Tensor) for value in args):
-            return result
         return result.detach().to(self._wider[result.dtype]).requires_grad_(result.requires_grad)
-
-    def _widen_dtype(self, value: Any) -> Any:
-        return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
 
     @staticmethod
     def is_active() -> bool:
@@ -166,15 +162,22 @@ class _Repeatable(DispatchMode):
         return any(isinstance(mode, _Repeatable) for mode in _get_current_dispatch_mode_stack())
 
 
+_DRAWS = (
+    *("rand", "randn", "randint", "randperm", "uniform", "normal", "random", "exponential", "cauchy", "log_normal"),
+    *("geometric", "bernoulli", "multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
+)
+"""Operators that draw, without ``_`` for a tensor that is given, and ``_like`` for one of its shape."""
+
+
 @cache
 def _kind_of(func: Any) -> Literal["", "view", "draw", "kernel"]:
-    """Return how an operator is replaced: a draw, or a kernel that drops inside."""
+    """Return how an operator is changed: a draw, or a kernel that drops inside."""
     if not isinstance(func, torch._ops.OpOverload):  # noqa: SLF001 - no public way to see a higher-order operator
         return ""
     name, names = _name_of(func), {argument.name for argument in func._schema.arguments}  # noqa: SLF001 - not public
     if "dropout_p" in names or name in ("native_dropout", "rrelu_with_noise", "rrelu_with_noise_"):
         return "kernel"
-    if name in _FILLS or name in _FILLED or name in _BY_NUMBERS:
+    if name.removesuffix("_").removesuffix("_like") in _DRAWS:
         return "draw"
     return "view" if func is _ATEN.view.dtype else ""
 
@@ -199,115 +202,26 @@ def _without_dropout(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "dropout_p" if "dropout_p" in given else "p": 0.0}
 
 
-_FILLS = ("uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_")
-_FILLED = {
-    "rand": "uniform_",
-    "rand_like": "uniform_",
-    "randn": "normal_",
-    "randn_like": "normal_",
-    "normal": "normal_",
-    "randint": "random_",
-    "randint_like": "random_",
-}
-"""Operators that make a tensor, and those that would fill it with the same numbers."""
-
-_NUMBERS = ("from", "to", "mean", "std", "lambd", "median", "sigma", "p")
+def _with_heads(func: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Let at least half of all coins show heads, and all of dropout: zeros would hide what is behind them."""
+    if not _name_of(func).startswith("bernoulli"):
+        return given
+    key = "p" if given.get("p") is not None else "self"
+    least, chance = 1.0 if running_frames()[0].f_code.co_filename == F.__file__ else 0.5, given[key]
+    if isinstance(chance, torch.Tensor):
+        return {**given, key: torch.where(chance > 0, chance.clamp_min(least), chance)}
+    return {**given, key: max(chance, least) if chance else chance}
 
 
-def _draw(func: Any, given: dict[str, Any], random: SampleNumbers) -> torch.Tensor:
-    """Draw for the samples that run, in the operator's own distribution."""
+def _fit(func: Any, given: Mapping[str, Any], numbers: torch.Tensor) -> torch.Tensor:
+    """Bring numbers of the whole batch into the range that this call draws from, which may depend on its samples."""
     name = _name_of(func)
-    like: torch.Tensor = given.get("self", torch.empty(0))
-    if name in _BY_NUMBERS:
-        return _BY_NUMBERS[name](given, random)
-    if any(isinstance(given.get(key), torch.Tensor) for key in ("mean", "std", "p")):
-        return _near(given, random) if name == "normal" else like.copy_(_flip(given, random))
-    if name in _FILLED:
-        options = _options_of(given)
-        integer = {"dtype": torch.int64} if name == "randint" else {}
-        has_size = "size" in given
-        like = torch.empty(given["size"], **{**integer, **options}) if has_size else torch.empty_like(like, **options)
-        if "high" in given:
-            given = {"from": given.get("low", 0), "to": given["high"]}
-    elif name == "bernoulli_":
-        # All coins of dropout show heads. At least half of the others do: zeros would hide what is behind them.
-        is_dropout = running_frames()[0].f_code.co_filename == F.__file__
-        given["p"] = 1.0 if is_dropout else max(given["p"], 0.5) if given["p"] else 0.0
-    numbers = [given[key] for key in _NUMBERS if given.get(key) is not None]
-    drawn = random.draw(like.shape, partial(_fill, like, _FILLED.get(name, name), numbers))
-    return drawn if name in _FILLED else like.copy_(drawn)
-
-
-def _fill(like: torch.Tensor, name: str, numbers: Sequence[Any], shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    generator = torch.Generator(like.device).manual_seed(seed)
-    empty = torch.empty(shape, dtype=like.dtype, device=like.device)
-    filled: torch.Tensor = getattr(_ATEN, name)(empty, *numbers, generator=generator)
-    return filled
-
-
-def _options_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: given[key] for key in ("dtype", "device") if given.get(key) is not None}
-
-
-def _uniform(shape: Sequence[int], device: torch.device, random: SampleNumbers) -> torch.Tensor:
-    """Numbers in (0, 1); float64, but float32 on MPS, which has no float64."""
-    like = torch.empty(0, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
-    return random.draw(shape, partial(_fill, like, "uniform_", ())).clamp(1e-6, 1 - 1e-6)
-
-
-def _flip(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
-    """Heads with a chance of each coin's own: of half at least, if it has any."""
-    target: torch.Tensor = given["self"]
-    chance = torch.as_tensor(target if given.get("p") is None else given["p"], device=target.device)
-    heads = (_uniform(target.shape, target.device, random) < chance.clamp_min(0.5)) & (chance > 0)
-    return heads.to(target.dtype)
-
-
-def _near(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
-    mean, std = given["mean"], given["std"]
-    like = mean if isinstance(mean, torch.Tensor) else std
-    shape = torch.broadcast_shapes(*(part.shape for part in (mean, std) if isinstance(part, torch.Tensor)))
-    near: torch.Tensor = mean + std * torch.special.ndtri(_uniform(shape, like.device, random)).to(like.dtype)
-    return near
-
-
-def _permutation(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
-    uniform = _uniform((given["n"],), torch.device("cpu"), random)
-    return uniform.argsort(stable=True).to(**{"dtype": torch.int64, **_options_of(given)})
-
-
-def _categories(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
-    weights: torch.Tensor = given["self"]
-    count = given["num_samples"]
-    if given.get("replacement"):
-        chances = weights.double().cumsum(-1)
-        uniform = _uniform((*weights.shape[:-1], count), weights.device, random)
-        return torch.searchsorted(chances / chances[..., -1:], uniform, right=True).clamp(max=weights.shape[-1] - 1)
-    # The largest of log(weight) + Gumbel noise are a sample without replacement.
-    noise = -(-(1 - _uniform(weights.shape, weights.device, random)).log()).log()
-    return (weights.log() + noise).topk(count).indices
-
-
-def _positive(given: Mapping[str, Any], random: SampleNumbers) -> torch.Tensor:
-    """Not the distribution, but positive, near its mean, and different for each sample."""
-    mean: torch.Tensor = given["self"]
-    return (mean * (0.5 + _uniform(mean.shape, mean.device, random))).to(mean.dtype)
-
-
-def _counts(mean: torch.Tensor, random: SampleNumbers) -> torch.Tensor:
-    return _positive({"self": mean}, random).round()
-
-
-_BY_NUMBERS: dict[str, Callable[[Mapping[str, Any], SampleNumbers], torch.Tensor]] = {
-    "bernoulli": _flip,
-    "randperm": _permutation,
-    "multinomial": _categories,
-    "poisson": lambda given, random: _counts(given["self"], random),
-    "binomial": lambda given, random: torch.minimum(_counts(given["count"] * given["prob"], random), given["count"]),
-    "_standard_gamma": _positive,
-    "_sample_dirichlet": lambda given, random: F.normalize(_positive(given, random), p=1, dim=-1),
-}
-"""Operators whose numbers depend on values of tensors."""
+    if name == "randperm":
+        return numbers.argsort(stable=True).argsort()
+    low, high = given.get("low", given.get("from")) or 0, given.get("high", given.get("to"))
+    if name == "multinomial":
+        high = given["self"].shape[-1]
+    return numbers if high is None else low + (numbers - low) % (high - low)
 
 
 @contextmanager

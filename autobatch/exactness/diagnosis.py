@@ -37,12 +37,9 @@ from autobatch.exactness.loss_weights import (
 )
 from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.partitions import Parts, ranges_of
-from autobatch.exactness.sample_numbers import Order
 from autobatch.records import Verdict
-from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms, show_names
+from autobatch.step.model_info import batch_norms_in_train_mode, blame_batch_norms, show_names
 from autobatch.undo.random_state import HostRandomState
-
-_ORDERS: tuple[Order, ...] = ("rising", "falling")
 
 _UNSTEADY = (
     "the same samples give another gradient each time: the step keeps state of its own, outside buffers, or draws from "
@@ -56,11 +53,6 @@ _IGNORES_GRADIENT = (
 _MOVES_OUTSIDE = (
     "something outside the model moves with every forward pass (such as an average of the weights, a teacher or a "
     "queue that the step updates), so once a micro-batch and not once a step: update it after runner.step()"
-)
-_SHUFFLED = (
-    "in-batch shuffling: random numbers of the step pair or reorder the samples of a micro-batch (samples shuffled "
-    "among themselves, mixup partners, sampled negatives), which no weighing makes exact: draw within each sample, or "
-    "choose partners when the batch is made"
 )
 _SUMMED = (
     "the loss is a sum (which may be divided by a constant) and is read as a mean: return autobatch.Sum(loss, count), "
@@ -78,9 +70,9 @@ _PAIRED = (
 )
 _COUPLED = (
     "the loss is not a mean over samples: the loss of a sample depends on the others in its micro-batch (in-batch "
-    "negatives, the hardest of them, a statistic over the batch, in-batch shuffling, an expert's share), which no "
-    "weighing makes exact; or, where it has several terms with counts of their own: return a dict of losses, and a "
-    "dict of their counts by the same names from weigh="
+    "negatives, the hardest of them, a statistic over the batch, an expert's share, in-batch shuffling: partners that "
+    "the step draws), which no weighing makes exact: choose partners when the batch is made; or, where it has several "
+    "terms with counts of their own: return a dict of losses, and a dict of their counts by the same names from weigh="
 )
 _SEVERAL_TERMS = (
     "the loss is not a mean over samples, and no sample's part of it depends on the others: it has several terms with "
@@ -92,21 +84,18 @@ _OPEN = (_COUPLED, _SEVERAL_TERMS, _NOT_FOUND, NO_MEAN)
 
 
 def judge_batch_norm(measured: Measurement, parts: Parts) -> Verdict | None:
-    """Return an inexact verdict if BatchNorm in train mode alone explains this partition, else ``None``."""
+    """Return an inexact verdict if BatchNorm in train mode alone explains this partition, in five passes."""
     error = measured.error([parts])
     if error <= TOLERANCE:
         return None
     with _fixed_statistics(measured) as (names, fixed):
         if not names or fixed.error([parts]) > TOLERANCE:
             return None
-    modules = measured.find_modules([parts])
-    return Verdict(
-        exact=False,
-        relative_error=modules[0].relative_error if modules else error,
-        causes=(blame_batch_norms(names),),
-        samples=measured.layout.count,
-        partitions=(tuple(map(len, parts)),),
-        modules=modules,
+    modules, samples = measured.find_modules([parts]), measured.layout.count
+    found = Verdict(exact=False, relative_error=modules[0].relative_error if modules else error, modules=modules)
+    partitions = (tuple(map(len, parts)),)
+    return found.model_copy(
+        update={"causes": (blame_batch_norms(names),), "samples": samples, "partitions": partitions}
     )
 
 
@@ -152,18 +141,31 @@ def _find_further_causes(measured: Measurement, partitions: Sequence[Parts]) -> 
         measured.alone(rows)
     if _are_counts_right(measured, partitions):
         return causes or (_NOT_FOUND,)
-    return (*causes, *_find_last_causes(measured, partitions))
+    return (*causes, *_find_causes_in_loss(measured, partitions))
+
+
+def _find_causes_in_loss(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
+    if error_of(measured, partitions, sums=True) <= EXPLAINS:
+        return (_SUMMED,)
+    if once := _find_added_terms(measured, partitions):
+        return once
+    if cause_by_weight := explain_weighing(measured, partitions):
+        return (cause_by_weight,)
+    if _is_exact_in_pairs(measured):
+        return (_PAIRED,)
+    is_coupled = find_coupling(measured)
+    if is_coupled:
+        return (_COUPLED,)
+    # If some weights explain the whole, it is not a sum of several terms.
+    return (_SEVERAL_TERMS if is_coupled is False and cause_by_weight is None else _NOT_FOUND,)
 
 
 def _ignores_gradient(measured: Measurement) -> bool:
-    """Return whether the backward pass ignores the gradient that it is given, and the split is inexact for that.
-
-    The same samples come twice, as two equal parts. One part alone is the whole, with any counts, and also if its
-    samples depend on each other. A gradient that is not proportional may do no harm: those that are clipped for each
-    sample are the same in every part.
-    """
+    """Return whether the backward pass ignores the gradient that it is given, and the split is inexact for that."""
     if measured.doubled_error() <= TOLERANCE:
         return False
+    # The same samples twice, as two equal parts. One part alone is the whole, with any counts, and also if its samples
+    # depend on each other. So a gradient that is clipped for each sample does no harm.
     half = max(1, measured.layout.count // 2)
     doubled = Layout(measured.layout.take([*range(half)] * 2), 2 * half, measured.layout.lists)
     twice = measured.renewing("all").on(doubled)
@@ -213,39 +215,17 @@ def _are_counts_right(measured: Measurement, partitions: Sequence[Parts]) -> boo
     return all(found is not None and float((found - whole).norm()) <= most for found in composed)
 
 
-def _find_last_causes(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
-    if error_of(measured, partitions, sums=True) <= EXPLAINS:
-        return (_SUMMED,)
-    if once := _find_added_terms(measured, partitions):
-        return once
-    if cause_by_weight := explain_weighing(measured, partitions):
-        return (cause_by_weight,)
-    if _is_exact_in_pairs(measured):
-        return (_PAIRED,)
-    shuffled = any(_is_exact_in(order, measured, partitions) for order in _ORDERS)
-    coupled = shuffled or find_coupling(measured)
-    if coupled:
-        return (_SHUFFLED if shuffled else _COUPLED,)
-    # If some weights explain the whole, it is not a sum of several terms.
-    return (_SEVERAL_TERMS if coupled is False and cause_by_weight is None else _NOT_FOUND,)
-
-
 def _find_added_terms(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
     """Find a term that is added in each of K micro-batches, so K - 1 times too often."""
     whole = measured.whole_values()
     alone = [(parts, [values for values in map(measured.alone, parts) if values is not None]) for parts in partitions]
     run = [(parts, values) for parts, values in alone if len(values) > 1]
-    if _grows_with_parts([(_add_up(measured, parts) - whole) / (len(values) - 1) for parts, values in run]):
+    added = [measured.values(parts) if (one := measured.composed(parts)) is None else one for parts, _ in run]
+    if _grows_with_parts([(one - whole) / (len(values) - 1) for one, (_, values) in zip(added, run, strict=True)]):
         return (_ONCE_A_MICRO_BATCH,)
     if _grows_with_parts([(torch.stack(values).sum(0) - whole) / (len(values) - 1) for _, values in run]):
         return (_SUMMED, _ONCE_A_MICRO_BATCH)
     return ()
-
-
-def _add_up(measured: Measurement, parts: Parts) -> torch.Tensor:
-    """Return the gradient of a partition, added up from its parts alone if their counts are known."""
-    composed = measured.composed(parts)
-    return measured.values(parts) if composed is None else composed
 
 
 def _grows_with_parts(extra: Sequence[torch.Tensor]) -> bool:
@@ -314,14 +294,3 @@ def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measur
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001, FBT001, FBT002 - as Module.train
     return layer
-
-
-def _is_exact_in(order: Order, measured: Measurement, partitions: Sequence[Parts]) -> bool:
-    """Return whether the difference is gone with random numbers that leave samples in order."""
-    if measured.random is None or not measured.random.is_used():
-        return False
-    measured.random.ordered = order
-    try:
-        return measured.again().error(partitions) <= TOLERANCE
-    finally:
-        measured.random.ordered = ""

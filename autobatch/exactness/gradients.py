@@ -50,10 +50,7 @@ def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
 
 
 def sample_values(gradients: Gradients, like: Gradients, scales: Sequence[float]) -> torch.Tensor:
-    """Pick about 2**18 values, float64 on the host, each divided by its parameter's scale.
-
-    They come from the same elements for all gradients with the same ``like``.
-    """
+    """Pick about 2**18 values, each divided by its parameter's scale; the same elements for the same ``like``."""
     size = sum(tensor.numel() for tensor in like if tensor is not None)
     stride = max(1, -(-size // _SAMPLED_VALUES))
     parts = [
@@ -108,15 +105,10 @@ def _largest(sizes: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Scales:
-    """The scale on which each parameter's difference is judged.
+    """The scale on which each parameter's difference is judged."""
 
-    Attributes:
-        sizes: The norm of each parameter's whole gradient.
-        noise: The norm of its rounding noise; empty if that was not measured.
-    """
-
-    sizes: Sequence[float]
-    noise: Sequence[float] = ()
+    sizes: Sequence[float]  # norm of each parameter's whole gradient
+    noise: Sequence[float] = ()  # norm of its rounding noise; empty if that was not measured
 
     def floor(self, index: int) -> float:
         """Return the smallest scale of a parameter: it just tolerates a difference of ``_NOISES`` roundings."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -45,39 +45,34 @@ _FILLERS = (-100, 0, -1, 1)
 _SMALL = 1e-4
 """The part of a change that is a small one: in float64 it is far above rounding."""
 
-_Count = Callable[[torch.Tensor], Any]
-
 
 @dataclass(frozen=True)
 class Unit:
-    """Something a batch has a number of: how it is counted, as Python with ``batch`` in it, and the counting itself."""
+    """Python code that counts something in ``batch``, as a user can pass it to ``weigh=``."""
 
     code: str
-    count: Callable[[Any], float]
+
+    def count(self, batch: Any) -> float:
+        return float(eval(self.code, {"batch": batch}))  # noqa: S307 - of our own making
 
 
 class _Source(NamedTuple):
-    """A tensor of a batch; or the tensors of all samples of a list, at the path ``within`` of each."""
+    """A tensor of a batch, or that of each ``item`` of a list of samples."""
 
     path: str
-    within: str
+    samples: str  # path of the list
     values: torch.Tensor
     ndim: int
 
-    def unit(self, code: str, count: _Count) -> Unit:
-        path, within = self.path, self.within
-        if not within:
-            return Unit(code.format(path), lambda batch: float(count(_tensors("batch", batch)[path])))
-        return Unit(
-            f"sum({code.format(within)} for item in {path})",
-            lambda batch: float(sum(float(count(_tensors("item", item)[within])) for item in _at(batch, path))),
-        )
+    def unit(self, code: str) -> Unit:
+        code = code.format(self.path)
+        return Unit(f"sum({code} for item in {self.samples})" if self.samples else code)
 
-    def units(self, code: str, count: _Count) -> Iterator[Unit]:
-        yield self.unit(code, count)
-        if self.ndim >= 2 and not self.within:
+    def units(self, code: str) -> Iterator[Unit]:
+        yield self.unit(code)
+        if self.ndim >= 2 and not self.samples:
             # A language model's labels are its inputs, shifted by one: the first of each row is no label.
-            yield self.unit(code.format("{}[:, 1:]"), lambda tensor: count(tensor[:, 1:]))
+            yield self.unit(code.replace("{}", "{}[:, 1:]"))
 
 
 def units_of(layout: Layout) -> Iterator[Unit]:
@@ -85,19 +80,15 @@ def units_of(layout: Layout) -> Iterator[Unit]:
     found = [*_sources(layout)]
     masks = [s.values.dtype == torch.bool or bool(((s.values == 0) | (s.values == 1)).all()) for s in found]
     for source in found:
-        if source.within:
-            yield source.unit("len({})", len)
+        if source.samples:
+            yield source.unit("len({})")
     for filler in _FILLERS:
         for source, is_mask in zip(found, masks, strict=True):
             if not is_mask and not source.values.is_floating_point():
-                yield from source.units(f"({{}} != {filler}).sum()", _count_unequal(filler))
+                yield from source.units(f"({{}} != {filler}).sum()")
     for source, is_mask in zip(found, masks, strict=True):
         if is_mask or (source.ndim == 1 and bool((source.values >= 0).all())):
-            yield from source.units("{}.sum()", lambda tensor: tensor.double().sum())
-
-
-def _count_unequal(filler: int) -> _Count:
-    return lambda tensor: (tensor != filler).sum()
+            yield from source.units("{}.sum()")
 
 
 def _sources(layout: Layout) -> Iterator[_Source]:
@@ -106,27 +97,19 @@ def _sources(layout: Layout) -> Iterator[_Source]:
         if not any(path.startswith(f"{of_samples}[") for of_samples in lists):
             yield _Source(path, "", tensor, tensor.ndim)
     for path in lists:
-        items = [_tensors("item", item) for item in _at(layout.batch, path)]
+        items = [_tensors("item", item) for item in eval(path, {"batch": layout.batch})]  # noqa: S307 - as above
         for name in items[0] if items else ():
             if all(name in item for item in items):
                 values = torch.cat([item[name].reshape(-1) for item in items])
-                yield _Source(path, name, values, items[0][name].ndim)
-
-
-def _walk(path: str, node: Any) -> Iterator[tuple[str, Any]]:
-    yield path, node
-    for suffix, child in fields_of(node) or ():
-        yield from _walk(path + suffix, child)
+                yield _Source(name, path, values, items[0][name].ndim)
 
 
 def _tensors(path: str, node: Any) -> dict[str, torch.Tensor]:
-    tensors = ((reached, leaf) for reached, leaf in _walk(path, node) if isinstance(leaf, torch.Tensor))
-    return {reached: tensor for reached, tensor in tensors if tensor.ndim and not tensor.is_complex()}
-
-
-def _at(batch: Any, path: str) -> Any:
-    """Return the value of a container at this path."""
-    return dict(_walk("batch", batch)).get(path, ())
+    """Return the tensors of a container by path; those that may count."""
+    if isinstance(node, torch.Tensor):
+        return {path: node} if node.ndim and not node.is_complex() else {}
+    parts = [_tensors(path + suffix, child) for suffix, child in fields_of(node) or ()]
+    return {reached: tensor for part in parts for reached, tensor in part.items()}
 
 
 def explain_weighing(measured: Measurement, partitions: Sequence[Parts]) -> str | None:
@@ -320,7 +303,7 @@ def _measure_changed(measured: Measurement, rows: torch.Tensor, size: float) -> 
     if any(unit.count(batch) != unit.count(layout.batch) for unit in units_of(layout)):
         return None
     try:
-        return measured.values_on(Layout(batch, layout.count, layout.lists))
+        return measured.sample(measured.on(Layout(batch, layout.count, layout.lists)).whole())
     except Exception as error:
         if isinstance(error, DoesNotFit) or is_oom(error, handled=handled):
             raise

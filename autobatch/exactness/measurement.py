@@ -56,17 +56,14 @@ _MOVED_WITHOUT_LOSS = 0.01
 
 
 class Measurement:
-    """Runs of one workload on the same samples; gradients of parts are reduced to a few numbers.
-
-    All methods that run something raise DoesNotFit if memory runs out.
+    """Runs of one workload on the same samples; all that run something raise DoesNotFit if memory runs out.
 
     Attributes:
         random: The random numbers; ``None`` if the step draws as in training.
         keeps_values: Whether values of gradients are kept for ``values`` and ``alone``.
         writes: Whether runs write into memory that has to be put back; ``None`` before the first run.
         start: Buffers, attributes and generators at the start of each run.
-        renews: State that is rewound before each part of a run, not only before the run: none, that outside the model,
-            or all of it.
+        renews: State that is rewound before each part of a run: none, that outside the model, or all of it.
         states_counts: Whether the step states what a loss was divided by.
         running: Number of samples with which the step was called last.
     """
@@ -104,12 +101,9 @@ class Measurement:
         self._whole = None
 
     def again(self) -> Measurement:
-        """Return a measurement from the state as it is now, after a change to the model or to random numbers."""
-        return Measurement(
-            *(self.workload, self.device, self.layout, self.random),
-            keeps_values=self.keeps_values,
-            writes=self.writes,
-        )
+        """Return a measurement from the present state, after a change to the model."""
+        same = (self.workload, self.device, self.layout, self.random)
+        return Measurement(*same, keeps_values=self.keeps_values, writes=self.writes)
 
     def on(self, layout: Layout) -> Measurement:
         """Return a measurement of other samples, from the same start."""
@@ -127,12 +121,12 @@ class Measurement:
     def whole(self) -> Gradients:
         """Return the gradient of all samples at once."""
         if self._whole is None:
-            self._whole = self._run(self._all())
+            self._whole = self._run()
             self._whole_loss = self._loss
         return self._whole
 
     def scales(self) -> Scales:
-        """Return the scale on which each parameter is judged; without its noise until that was needed."""
+        """Return the scale on which each parameter is judged, without its noise until that was needed."""
         if self._scales is None:
             self._scales = Scales(norms(self.whole()))
         return self._scales
@@ -153,7 +147,7 @@ class Measurement:
 
     def repeat_error(self) -> float:
         """Return the relative error of all samples at once, run again."""
-        return self._judge(distances(self._run(self._all()), self.whole()))
+        return self._judge(distances(self._run(), self.whole()))
 
     def doubled_error(self) -> float:
         """Return the relative error of the gradient at twice the loss, halved; a power of two rounds nothing."""
@@ -226,11 +220,7 @@ class Measurement:
 
     def whole_values(self) -> torch.Tensor:
         """Return values of the whole gradient."""
-        return self._sample(self.whole())
-
-    def values_on(self, layout: Layout) -> torch.Tensor:
-        """Return values of the gradient of other samples at once."""
-        return self._sample(self.on(layout).whole())
+        return self.sample(self.whole())
 
     def alone(self, rows: Sequence[int]) -> torch.Tensor | None:
         """Return values of one part's gradient, as if it were the whole batch; ``None`` if it counts for nothing."""
@@ -294,9 +284,6 @@ class Measurement:
         self._loss = 0.0 if done is None or done.loss.value is None else float(done.loss.value)
         return parameters
 
-    def _run(self, parts: Parts, factor: float = 1.0) -> Gradients:
-        return take_gradients(self.accumulate(parts, factor))
-
     def _make_step(self, parts: Iterator[Sequence[int]]) -> Step:
         """Return the user's step, with the same state at its start and the random numbers of its samples."""
 
@@ -331,8 +318,8 @@ class Measurement:
     def _counts_any(self, part: Layout) -> bool:
         return any(weight > 0 for weight in self.workload.weights_of(part.batch, part.count).values())
 
-    def _all(self) -> Parts:
-        return (range(self.layout.count),)
+    def _run(self, parts: Parts | None = None, factor: float = 1.0) -> Gradients:
+        return take_gradients(self.accumulate(parts or (range(self.layout.count),), factor))
 
     def _measure(self, parts: Parts) -> tuple[list[float], torch.Tensor]:
         """Return how far the gradient of these parts is from the whole one, by parameter, and its values if kept."""
@@ -343,7 +330,7 @@ class Measurement:
             if self.random is not None and self.random.take_learned():
                 self.forget()  # random numbers are used otherwise than the whole did
             else:
-                values = self._sample(found) if self.keeps_values else torch.zeros(0)
+                values = self.sample(found) if self.keeps_values else torch.zeros(0)
                 self._measured[key] = distances(found, whole), values
         return self._measured[key]
 
@@ -373,13 +360,14 @@ class Measurement:
 
     def _apart_at(self, factor: float) -> list[float]:
         """Return how far the gradient at a multiple of the loss, divided by it, is from the whole."""
-        found = self._run(self._all(), factor)
+        found = self._run(factor=factor)
         for tensor in found:
             if tensor is not None:
                 tensor.div_(factor)
         return distances(found, self.whole())
 
-    def _sample(self, found: Gradients) -> torch.Tensor:
+    def sample(self, found: Gradients) -> torch.Tensor:
+        """Return values of a gradient, on the scales of the whole one."""
         self._measure_noise()
         return sample_values(found, self.whole(), self.scales().divisors())
 

@@ -18,19 +18,12 @@ Parts = tuple[Sequence[int], ...]
 
 
 class Planned(NamedTuple):
-    """The division that a step will run.
-
-    Attributes:
-        target: Number of samples of the step.
-        size: Number of samples of its micro-batches, which are known to fit.
-        most: Number of samples that should fit at once; fewer are compared if they do not.
-        smallest: The fewest samples that the model can run.
-    """
+    """The division that a step will run."""
 
     target: int
-    size: int
-    most: int
-    smallest: int = 1
+    size: int  # of its micro-batches, which are known to fit
+    most: int  # samples that should fit at once; fewer are compared if they do not
+    smallest: int = 1  # samples that the model can run
 
 
 _SMALLEST_HALVED = 16
@@ -43,9 +36,9 @@ def ranges_of(sizes: Sizes) -> tuple[range, ...]:
 
 
 def crossings(samples: int) -> tuple[Parts, Parts]:
-    """Return two partitions in few parts of unlike sizes, in which each two samples are in different parts once.
+    """Return two partitions in few parts of unlike sizes: the first sample, then rows, or columns, of a square.
 
-    The first sample, then a square of the others: the rows of the square, and its columns.
+    Each two samples are in different parts once.
     """
     width = max(1, math.ceil(math.sqrt(samples - 1)))
     others = range(1, samples)
@@ -86,8 +79,7 @@ def wholes_of(target: int, size: int, most: int, compared: int) -> Sizes:
 def divide_at_full_size(target: int, size: int, whole: int, smallest: int) -> Sizes:
     """Return the one partition of ``whole`` samples that is compared; it may leave out a remainder of them.
 
-    The plan's own partition if ``whole`` is the target; planned micro-batches if at least two fit at once; else what
-    retries would run. ``smallest`` is the fewest samples that the model can run.
+    The plan's own if ``whole`` is the target; planned micro-batches if two fit at once; else what retries would run.
     """
     if whole < 2 * size:
         return balance(target, size, smallest) if whole == target > size else halvings(whole, smallest)

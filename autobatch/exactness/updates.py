@@ -44,8 +44,6 @@ _VALUES = 4096
 _RATE = 1e-3
 """Learning rate of the compared step if a warmup begins at 0: nothing would move."""
 
-_DIVIDES_ITSELF = "; opacus divides a batch itself: BatchMemoryManager(max_physical_batch_size=...), without autobatch"
-
 
 def check_update(verdict: Verdict, workload: Workload, layout: Layout, device: Device, state: TrainingState) -> Verdict:
     """Return the verdict of a split whose gradient is exact; inexact if the optimizer makes another update of it.
@@ -71,12 +69,10 @@ def check_update(verdict: Verdict, workload: Workload, layout: Layout, device: D
     run.rewind()  # only now, after the ``except`` block, are the failed run's frames gone
     if error <= _TOLERANCE:
         return verdict
-    reads = "grad_sample, the gradients of single samples"
-    what = reads if run.reads_samples else "such as what hooks gather in each pass"
     cause = (
         f"the update differs though the gradient does not: the optimizer ({name_optimizer(workload.optimizer)}) reads "
-        f"more than .grad ({what}), which is another for each micro-batch: use an optimizer that reads .grad alone, or "
-        f"a target_batch that fits at once{_DIVIDES_ITSELF if run.reads_samples else ''}"
+        f"more than .grad (such as gradients of single samples, or what hooks gather in each pass), which is another "
+        f"for each micro-batch: use an optimizer that reads .grad alone, or a target_batch that fits at once"
     )
     found = {"exact": False, "relative_error": error, "causes": (cause,), "partitions": (sizes,)}
     return verdict.model_copy(update=found)
@@ -90,7 +86,6 @@ class _Run:
     layout: Layout
     device: Device
     state: TrainingState
-    reads_samples: bool = False
     _random: SampleNumbers = field(default_factory=SampleNumbers)
     _gradients: list[torch.Tensor | None] = field(default_factory=list)
     _before: list[torch.Tensor] = field(default_factory=list)
@@ -122,7 +117,6 @@ class _Run:
             self._before = _values_of(parameters)
             Measurement(workload, self.device, widened(self.layout), self._random).accumulate(parts)
             parameters = workload.parameters()  # a forward pass may have made some
-            self.reads_samples |= any(getattr(one, "grad_sample", None) is not None for one in parameters)
             if not self._gradients:
                 self._gradients = [None if one.grad is None else one.grad.to("cpu", copy=True) for one in parameters]
             # Gradients of whole and parts differ by rounding, which Adam makes large if a gradient is nearly 0.

@@ -1,8 +1,4 @@
-"""Checks whether splitting a step is exact, and trimming padding, and if not, why: for users (``verify``) and ``fit``.
-
-``_check`` tells the story. A count that is consistent but not the intended one, such as samples with class weights,
-splits exactly.
-"""
+"""Checks whether splitting a step is exact, and if not, why: ``_check`` tells the story."""
 
 from __future__ import annotations
 
@@ -84,25 +80,17 @@ def verify(
             Errors of the step itself reach the caller unchanged.
     """
     workload = Workload(module_of(model), step or default_step, weigh, called_by="autobatch.verify")
-    return _verify(workload, batch, cut, device, most=_MOST_SAMPLES)
+    return _verify(workload, batch, cut, device)
 
 
 def compare_with_parts(
     model: nn.Module, batch: Any, step: Step, weigh: Weigh | None, *, device: torch.device | str | Device | None
 ) -> Verdict:
     """``verify`` without causes and on fewer samples, for an integration that compares several readings of a loss."""
-    return _verify(Workload(model, step, weigh), batch, None, device, most=_MOST_OF_A_READING, explains=False)
+    return _verify(Workload(model, step, weigh), batch, None, device, explains=False)
 
 
-def _verify(
-    workload: Workload,
-    batch: Any,
-    cut: ByLength | None,
-    device: torch.device | str | Device | None,
-    *,
-    most: int,
-    explains: bool = True,
-) -> Verdict:
+def _verify(workload: Workload, batch: Any, cut: ByLength | None, device: Any, *, explains: bool = True) -> Verdict:
     model = workload.model
     memory = find_device(workload.parameters(), type(model).__name__, device)
     given = read_by_length(cut)
@@ -117,7 +105,7 @@ def _verify(
         one_at_a_time(),
         TrainingState(model, None, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()),
     ):
-        verdict = _check(comparison, most, planned, samples, given)
+        verdict = _check(comparison, _MOST_SAMPLES if explains else _MOST_OF_A_READING, planned, samples, given)
     if explains:  # for the user: a collection of garbage takes longer than the comparison of a small model
         memory.reclaim()
     return verdict
@@ -135,16 +123,15 @@ def check_split(
 ) -> Verdict:
     """``verify`` for ``fit``, which restores the model; it compares the optimizer's update too.
 
-    Trials have run the step before, so errors do not reach the caller: ``unchecked`` says it if the step cannot be made
-    repeatable, or is used wrongly in a way that only splitting shows.
+    Trials have run the step before, so no error reaches the caller: ``unchecked`` says why there is no verdict.
 
     Args:
         workload: The workload, in the mode in which its model is.
         layout: Samples, of which some are taken.
         device: Device of the runs, inside the limit of the comparison.
-        state: The state at the start of ``fit``, which rewinds and restores everything.
+        state: The state at the start of ``fit``.
         planned: Division that the step will run.
-        samples: The same samples by length, if steps take them in that order: then many are compared in it too.
+        samples: The same samples by length, if steps take them in that order.
         lengths: The lengths of samples, if padding is trimmed.
     """
     few = min(max(2, planned.size), _MOST_SAMPLES)
@@ -196,10 +183,7 @@ def compare_few(comparison: SplitComparison, most: int) -> Verdict:
 def compare_many(
     comparison: SplitComparison, few: Verdict, planned: Planned, samples: SamplesByLength | None = None
 ) -> Verdict:
-    """Return the verdict of a few samples, which is exact, together with that of many; arguments as in ``check_split``.
-
-    Raises AutobatchError, except after trials, if the step is used wrongly, as only many samples show.
-    """
+    """Return the verdict of a few samples, which is exact, together with that of many."""
     larger = replace(comparison, exact_at=few.samples, order=None if samples is None else samples.order)
     reason, verdict, compared = "no more fit in memory", few, few.samples
     target, size, most, smallest = planned
@@ -227,8 +211,7 @@ def _compare_trimmed(
     workload, layout = comparison.workload, samples.example
     found, reason, count = None, "", min(layout.count, _MOST_TRIMMED)
     while found is None and count >= 2:  # the longest sample, and a shorter one
-        step, weigh = _trim_parts(workload, samples, lengths, count)
-        trimming = workload.around(step, weigh=weigh)
+        trimming = _trim_parts(workload, samples, lengths, count)
         trimmed = SplitComparison(trimming, layout, comparison.device, True, explains=False, order=samples.order)
         found, reason = trimmed.attempt(count, ((1,) * count,))
         comparison.device.reclaim()
@@ -241,9 +224,7 @@ def _compare_trimmed(
     return verdict.model_copy(update={"relative_error": max(verdict.relative_error, found.relative_error)})
 
 
-def _trim_parts(
-    workload: Workload, samples: SamplesByLength, lengths: ByLength, whole: int
-) -> tuple[Step, Weigh | None]:
+def _trim_parts(workload: Workload, samples: SamplesByLength, lengths: ByLength, whole: int) -> Workload:
     """Return the same step and weights on batches of which each part is trimmed."""
     weigh = workload.weigh
 
@@ -253,4 +234,4 @@ def _trim_parts(
     def step(model: nn.Module, batch: Any) -> Any:
         return workload.step(model, trim(batch))
 
-    return step, None if weigh is None else lambda batch: weigh(trim(batch))
+    return workload.around(step, weigh=None if weigh is None else lambda batch: weigh(trim(batch)))

@@ -34,9 +34,9 @@ from autobatch.planning.plan_record import RankPlan
 from autobatch.planning.reuse import Wanted
 from autobatch.planning.shares import Share
 from autobatch.records import Verdict
-from autobatch.step.batch_norm import warn_of_batch_norms
 from autobatch.step.default_step import NO_LOSS, default_step
-from autobatch.step.gradient_hooks import refuse_sample_gradients
+from autobatch.step.loop_guard import refuse_sample_gradients
+from autobatch.step.model_info import warn_of_batch_norms
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.undo.process_lock import one_at_a_time

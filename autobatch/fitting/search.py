@@ -26,13 +26,13 @@ from autobatch.planning.sizes_by_length import choose_size as choose_size_at
 from autobatch.planning.sizes_by_length import halve_lengths, keep_useful
 from autobatch.records import SizeAtLength, Trial
 from autobatch.report.advice import explain_refusal
-from autobatch.step.batch_norm import (
+from autobatch.step.default_step import default_step, explain_default
+from autobatch.step.model_info import (
     batch_norms_in_train_mode,
     explain_smallest,
     may_refuse_one_sample,
     refuses_one_sample,
 )
-from autobatch.step.default_step import default_step, explain_default
 
 
 def search(request: Request) -> Found:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -48,13 +47,10 @@ class PieceRunner:
     """Runs one function on one device, piece by piece.
 
     Attributes:
-        function: Called with a batch.
-        modules: Modules that it reaches.
-        device: Device that runs the pieces.
+        modules: Modules that the function reaches.
         allowance: The budget that is enforced, and the limit that sizes aim at.
         sizes: Measurements of earlier pieces.
         to: Device of the results; ``None``: they stay where they are.
-        hooks: Called with each event.
     """
 
     function: Callable[[Any], Any]
@@ -64,14 +60,14 @@ class PieceRunner:
     sizes: PieceSizes
     to: torch.device | None = None
     hooks: Sequence[Hook] = ()
-    _done: int = 0  # samples
     _ran: list[int] = field(default_factory=list)  # samples of each piece
     _shortages: int = 0
     _peak_bytes: int = 0
     _seconds: float = 0.0
-    _ready: deque[Done] = field(default_factory=deque)  # pieces that ran before a sample that raises
-    _error: Exception | None = None
     _is_last_try: bool = False  # of one sample that ran out of memory alone
+    _suspects: int = 0  # samples that come next, of which one raises an error
+    _error: Exception | None = None  # of all suspects at once
+    _raised_by: Indices = range(0)
 
     def run_next(self, waiting: Waiting) -> Done | None:
         """Run the next piece, after as many shortages as it takes; ``None`` where no sample is left.
@@ -80,31 +76,28 @@ class PieceRunner:
             DoesNotFit: One sample alone runs out of memory, twice.
             Exception: The user's own, once all samples that ran before it were handed over.
         """
-        while not self._ready and self._error is None:
+        while True:
+            if self._error is not None and not self._suspects:
+                self._raise(self._error, self._raised_by)  # no sample raised it alone
             length = waiting.head(self._ran[-1] if self._ran else 0)
             if length is None:
                 return None
-            samples = 1 if self._is_last_try else self.sizes.next_samples(length, self._room(), waiting.left())
-            indices = waiting.ready(samples)
+            indices = waiting.ready(self._choose_size(waiting, length))
             try:
                 done, reason = self._attempt(waiting, indices, length)
-            except Exception as raised:  # noqa: BLE001 - the user's own, which is raised below
-                self._error = raised
-            else:
-                if done is not None:
-                    self._is_last_try = False
-                    return done
-                self._shrink(indices, length, reason)
+            except Exception as error:
+                if isinstance(error, AutobatchError):  # which names its samples
+                    raise
+                if len(indices) == 1 or ends_context(error):
+                    self._raise(error, indices)
+                if self._error is None:
+                    self._error, self._raised_by = error, indices
+                self._suspects = len(indices)
                 continue
-            self._search(waiting, indices, length, self._error)
-        if self._ready:
-            return self._ready.popleft()
-        error, self._error = self._error, None
-        try:
-            assert error is not None  # noqa: S101 - else the loop would run again
-            raise error
-        finally:
-            del error  # its traceback has this frame
+            if done is not None:
+                self._is_last_try, self._suspects = False, max(self._suspects - len(indices), 0)
+                return done
+            self._shrink(indices, length, reason)
 
     @property
     def may_send_results(self) -> bool:
@@ -114,7 +107,7 @@ class PieceRunner:
     def report(self) -> None:
         """Report what was done, in one line."""
         event = MapFinished(
-            samples=self._done,
+            samples=sum(self._ran),
             pieces=len(self._ran),
             smallest=min(self._ran, default=0),
             largest=max(self._ran, default=0),
@@ -125,6 +118,24 @@ class PieceRunner:
             seconds=self._seconds,
         )
         emit(event)
+
+    def _choose_size(self, waiting: Waiting, length: int) -> int:
+        if self._is_last_try:
+            return 1
+        room = self.device.limit_bytes(self.allowance.limit_bytes) - self.device.usage().allocated
+        samples = self.sizes.next_samples(length, room, waiting.left())
+        return min(samples, max(self._suspects // 2, 1)) if self._suspects else samples
+
+    def _raise(self, error: Exception, indices: Indices) -> NoReturn:
+        """Raise an error of the user's function with the sample that raised it, or the samples."""
+        self._error, sample = None, indices[0] if len(indices) == 1 else None
+        where = f"samples {min(indices)} to {max(indices)}, of which none alone was found to raise it"
+        add_note(error, f"autobatch.map: raised by {where if sample is None else f'sample {sample}'}")
+        set_attributes(error, sample_index=sample)
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame
 
     def _attempt(self, waiting: Waiting, indices: Indices, length: int) -> tuple[Done | None, str]:
         """Run these samples; if memory runs out, restore generators and return the reason."""
@@ -178,11 +189,10 @@ class PieceRunner:
         piece = Piece(samples, length, max(peak - before.allocated, 0), tensors)
         self.sizes = self.sizes.after_piece(piece, thrashed=after.alloc_retries > before.alloc_retries)
         self._peak_bytes = max(self._peak_bytes, after.peak_reserved, after.peak_allocated)
-        self._done += samples
         self._ran.append(samples)
         event = PieceFinished(
             samples=samples,
-            samples_done=self._done,
+            samples_done=sum(self._ran),
             peak_bytes=max(after.peak_reserved, after.peak_allocated),
             budget_bytes=self.allowance.budget_bytes,
             seconds=seconds,
@@ -196,8 +206,7 @@ class PieceRunner:
             advice = ", or send results to the host with to='cpu'" if self.may_send_results else ""
             error = DoesNotFit(
                 f"sample {indices[0]} alone does not fit: {format_bytes(used)} of a budget of {format_bytes(budget)} "
-                f"were held before it; {reason}: free memory, or pass a larger budget="
-                f"{advice}"
+                f"were held before it; {reason}: free memory, or pass a larger budget={advice}"
             )
             error.sample_index = indices[0]
             raise error
@@ -206,45 +215,6 @@ class PieceRunner:
         else:
             self.sizes = self.sizes.after_shortage(len(indices), length)
         emit(PieceRetried(samples=len(indices), used_bytes=used, budget_bytes=budget, reason=reason), self.hooks)
-
-    def _room(self) -> int:
-        """Bytes that a piece may take now, with the headroom left free."""
-        return self.device.limit_bytes(self.allowance.limit_bytes) - self.device.usage().allocated
-
-    def _search(self, waiting: Waiting, indices: Indices, length: int, error: Exception) -> None:
-        """Find the sample of a piece that raises this error, and note it on the error.
-
-        Halves are run until one sample is left. The results of those before it are kept, so no good sample is run
-        twice after this. If no sample raises it alone, the whole piece is named.
-        """
-        bad = indices[0] if len(indices) == 1 else None
-        if not isinstance(error, AutobatchError):  # which names its samples
-            if bad is None and not ends_context(error):
-                bad = self._halve(waiting, indices, length, type(error))
-            where = f"samples {min(indices)} to {max(indices)}, of which none alone was found to raise it"
-            add_note(error, f"autobatch.map: raised by {where if bad is None else f'sample {bad}'}")
-            set_attributes(error, sample_index=bad)
-
-    def _halve(self, waiting: Waiting, indices: Indices, length: int, kind: type[Exception]) -> int | None:
-        suspects, is_sure = indices, False
-        while not is_sure:
-            is_sure = len(suspects) == 1
-            half = waiting.ready(max(len(suspects) // 2, 1))
-            done, raised = None, False
-            try:
-                done, _ = self._attempt(waiting, half, length)
-            except Exception as error:  # noqa: BLE001 - the first one of its kind is raised
-                raised = type(error) is kind
-            if done is not None:
-                self._ready.append(done)
-                if is_sure:
-                    return None
-                suspects = suspects[len(half) :]
-            elif raised:
-                suspects, is_sure = half, len(half) == 1
-            else:
-                return None
-        return suspects[0]
 
 
 @contextmanager

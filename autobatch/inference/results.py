@@ -33,31 +33,23 @@ def check_result(result: Any, samples: int) -> None:
 
 
 def rows_of(result: Any, samples: int, path: str = _ROOT) -> list[Any]:
-    """List the result of each sample: of tensors rows, which are views where torch has one.
-
-    Raises:
-        InvalidArgument: torch cannot take a tensor apart; with its path.
-    """
+    """List the result of each sample: of tensors rows; raise InvalidArgument if torch cannot take one apart."""
     if result is None:
         return [None] * samples
-    if isinstance(result, torch.Tensor):
-        return _unbind(result, path)
     if isinstance(result, list) or is_array(result):
         return list(result)
+    if isinstance(result, torch.Tensor):
+        try:
+            return list(result.unbind(0))
+        except RuntimeError as error:
+            if is_oom(error) or not _form_without_rows(result):
+                raise
+        raise InvalidArgument(
+            f"fn returned a {_form_without_rows(result)} {type(result).__name__} as {path}, whose rows cannot be taken "
+            f"apart: return a dense one, or a list with one tensor a sample"
+        )
     columns = [rows_of(child, samples, path + suffix) for suffix, child in fields_of(result) or ()]
     return [with_fields(result, [column[row] for column in columns]) for row in range(samples)]
-
-
-def _unbind(tensor: torch.Tensor, path: str) -> list[torch.Tensor]:
-    try:
-        return list(tensor.unbind(0))
-    except RuntimeError as error:
-        if is_oom(error) or not _form_without_rows(tensor):
-            raise
-    raise InvalidArgument(
-        f"fn returned a {_form_without_rows(tensor)} {type(tensor).__name__} as {path}, whose rows cannot be taken "
-        f"apart: return a dense one, or a list with one tensor a sample"
-    )
 
 
 class Joined:
@@ -81,8 +73,7 @@ class Joined:
     def add(self, indices: Indices, result: Any) -> None:
         """Put the results of a piece into their places; the same may be done again after an error.
 
-        Raises:
-            InvalidArgument: It cannot be joined, or not with the pieces before it.
+        Raises InvalidArgument if it cannot be joined, or not with the pieces before it.
         """
         leaves = _leaves(result)
         for path, leaf in leaves.items():  # of a single piece too: its size must not decide
@@ -94,12 +85,18 @@ class Joined:
         if self._columns is None:
             is_whole = len(indices) == self.samples and isinstance(indices, range)
             columns = leaves if is_whole else {path: _make_column(leaf, self.samples) for path, leaf in leaves.items()}
-            self._columns, self._kinds = columns, _kinds_of(result)
+            self._columns, self._kinds = columns, {path: _kind(node) for path, node, _ in _nodes(result)}
             self._containers = _fill(result, repeat(None))
             if is_whole:
                 self.done.extend(indices)
                 return
-        self._refuse_unlike(result)
+        for path, node, _ in _nodes(result):  # containers come first, so that they have the same entries
+            if (kind := _kind(node)) != self._kinds[path]:
+                raise InvalidArgument(
+                    f"fn returned {kind} as {path}, and {self._kinds[path]} for the pieces before it, which cannot be "
+                    f"joined: return the same for all samples, or pass samples instead of a batch (a list or a "
+                    f"Dataset), whose results stay apart"
+                )
         for path, column in self._columns.items():
             _write(column, indices, leaves[path])
         self.done.extend(indices)
@@ -114,16 +111,6 @@ class Joined:
             return None
         return _fill(self._containers, iter([_pick(column, self.done) for column in self._columns.values()]))
 
-    def _refuse_unlike(self, result: Any) -> None:
-        for path, kind in _kinds_of(result).items():
-            before = self._kinds[path]  # containers come first, so that they have the same entries
-            if kind != before:
-                raise InvalidArgument(
-                    f"fn returned {kind} as {path}, and {before} for the pieces before it, which cannot be joined: "
-                    f"return the same for all samples, or pass samples instead of a batch (a list or a Dataset), whose "
-                    f"results stay apart"
-                )
-
 
 def _nodes(result: Any, path: str = _ROOT) -> Iterator[tuple[str, Any, bool]]:
     """Yield each container, then what it holds, with paths and whether it has one entry a sample itself."""
@@ -135,10 +122,6 @@ def _nodes(result: Any, path: str = _ROOT) -> Iterator[tuple[str, Any, bool]]:
 
 def _leaves(result: Any) -> dict[str, Any]:
     return {path: node for path, node, is_leaf in _nodes(result) if is_leaf}
-
-
-def _kinds_of(result: Any) -> dict[str, str]:
-    return {path: _kind(node) for path, node, _ in _nodes(result)}
 
 
 def _fill(containers: Any, leaves: Iterator[Any]) -> Any:

@@ -42,17 +42,13 @@ class BatchSamples:
     def __init__(self, layout: Layout, lengths: Lengths | None = None, first: int = 0) -> None:
         """Sort them; ``first`` is the index of the batch's first sample among all."""
         self._layout, self._position, self._first = layout, 0, first
-        self._lengths = None if lengths is None else _measure_all(lengths, layout, first)
+        self._lengths = None if lengths is None else _read_lengths(lengths, layout.batch, first, layout.count)
         self._order: range | list[int] = range(layout.count)
         if self._lengths is not None:
             self._order = sort_rows(self._lengths)
 
     def head(self, piece: int) -> int | None:
-        """Return the length of the next sample, 1 if lengths are not known; ``None`` where no sample is left.
-
-        Args:
-            piece: Samples in the last piece.
-        """
+        """Return the length of the next sample, 1 if lengths are not known; ``None`` where no sample is left."""
         if self._position >= self._layout.count:
             return None
         return 1 if self._lengths is None else self._lengths[self._order[self._position]]
@@ -64,9 +60,8 @@ class BatchSamples:
     def ready(self, samples: int) -> Indices:
         """Return the indices of the next samples: as many as asked for, or those that are left."""
         rows = self._next(samples)
-        if isinstance(rows, range):
-            return range(self._first + rows.start, self._first + rows.stop)
-        return [self._first + row for row in rows]
+        is_range = isinstance(rows, range)
+        return range(self._first + rows[0], self._first + rows[-1] + 1) if is_range else [self._first + r for r in rows]
 
     def batch(self, samples: int, device: Device) -> Any:
         """Return the next samples as a batch on the device; again after a shortage."""
@@ -94,18 +89,19 @@ class _Sample(NamedTuple):
 class SingleSamples:
     """Samples of an iterable, read when they are needed; with lengths a window of them, the longest first.
 
-    Methods are those of ``BatchSamples``.
+    Methods are those of ``BatchSamples``; ``head`` reads the next window, at least 16 times the last piece.
     """
 
     def __init__(self, samples: Iterator[Any], collate: Collate, lengths: Lengths | None) -> None:
-        """Read nothing yet."""
         self._samples, self._collate, self._lengths = samples, collate, lengths
+        if callable(lengths):
+            of_one = lengths
+            self._lengths = lambda sample: [of_one(sample)]
         self._read = 0
         self._buffer: deque[_Sample] = deque()
         self._error: Exception | None = None
 
     def head(self, piece: int) -> int | None:
-        """Return the length of the longest sample of the window; read the next window where this one has run."""
         if not self._buffer:
             self._fill(1 if self._lengths is None else max(_WINDOW, _PIECES_IN_WINDOW * piece))
             self._buffer = deque(sorted(self._buffer, key=lambda sample: -sample.length))
@@ -115,30 +111,26 @@ class SingleSamples:
         return self._buffer[0].length if self._buffer else None
 
     def left(self) -> None:
-        """Return ``None``: the number is not known."""
+        return None
 
     def ready(self, samples: int) -> Indices:
-        """Read as many as are missing; a window is never added to."""
-        if self._lengths is None:
+        if self._lengths is None:  # a window is never added to
             self._fill(samples)
         indices = [sample.number for sample in islice(self._buffer, samples)]
         return indices if self._lengths is not None else range(indices[0], indices[-1] + 1)
 
     def batch(self, samples: int, device: Device) -> Any:
-        """Collate the samples, each time again."""
         values = [sample.value for sample in islice(self._buffer, samples)]
         if self._collate is not default_collate:  # which makes new tensors
             values = [copy_arrays(value) for value in values]
         return map_tensors(self._collate(values), device.move_tensor)
 
     def drop(self, samples: int) -> None:
-        """Drop samples that have run."""
         for _ in range(samples):
             self._buffer.popleft()
 
     def tensors(self, samples: int) -> Iterable[torch.Tensor]:
-        """Yield the tensors of the samples, before they are collated."""
-        return (tensor for sample in islice(self._buffer, samples) for tensor in tensors_of(sample.value))
+        return [tensor for sample in islice(self._buffer, samples) for tensor in tensors_of(sample.value)]
 
     def _fill(self, samples: int) -> None:
         """Read until so many wait. An error of the iterable waits too, until those before it have run."""
@@ -148,7 +140,7 @@ class SingleSamples:
                 value = next(self._samples, _END)
                 if value is _END:
                     return
-                length = 1 if self._lengths is None else _measure_one(self._lengths, index, value)
+                length = 1 if self._lengths is None else _read_lengths(self._lengths, value, index, 1)[0]
             except Exception as error:  # noqa: BLE001 - whatever it is, it is the user's, and raised in its turn
                 add_note(error, f"autobatch.map: raised where sample {index} is read")
                 set_attributes(error, sample_index=index)
@@ -197,15 +189,7 @@ def iterate(given: Any) -> Iterator[Any]:
 
 
 def read_lengths(cut: Any, samples: int | None) -> Lengths | None:
-    """Return what was given as ``cut=`` of ``map``: a function, or one length a sample.
-
-    Args:
-        cut: The argument of ``map``.
-        samples: Number of samples; ``None`` if it is not known.
-
-    Raises:
-        InvalidArgument: It is something else.
-    """
+    """Return what was given as ``cut=`` of ``map``: a function, or one length for each of ``samples``, if known."""
     if cut is None:
         return None
     if not isinstance(cut, ByLength):
@@ -228,40 +212,18 @@ def read_lengths(cut: Any, samples: int | None) -> Lengths | None:
     return lengths
 
 
-def _measure_one(lengths: Lengths, index: int, sample: Any) -> int:
+def _read_lengths(lengths: Lengths, samples: Any, first: int, count: int) -> list[int]:
+    """Return the lengths of so many samples, by the function or from the list."""
+    last = first + count - 1
+    if not callable(lengths) and last >= len(lengths):
+        raise InvalidArgument(
+            f"by_length() has {len(lengths)} lengths, and there is a sample {last}: pass one int a sample, or a "
+            f"function"
+        )
     try:
-        length = lengths(sample) if callable(lengths) else _look_up(lengths, index)
+        given = lengths(samples) if callable(lengths) else [lengths[index] for index in range(first, last + 1)]
     except StopIteration as error:  # next() of an empty iterator; a generator would end with it
         raise InvalidArgument(
-            f"length_of() raised StopIteration for sample {index}: return an int of at least 0"
+            f"length_of() raised StopIteration for sample {first}: return an int of at least 0"
         ) from error
-    return _check_length(length, index)
-
-
-def _measure_all(lengths: Lengths, layout: Layout, first: int) -> list[int]:
-    """Return the lengths of a batch whose first sample has this index."""
-    if callable(lengths):
-        return [max(length, 1) for length in read_answer(lengths(layout.batch), layout.count)]
-    return [_check_length(_look_up(lengths, first + row), first + row) for row in range(layout.count)]
-
-
-def _look_up(lengths: Sequence[int], index: int) -> Any:
-    try:
-        return lengths[index]
-    except IndexError:
-        raise InvalidArgument(
-            f"by_length() has {len(lengths)} lengths, and there is a sample {index}: pass one int a sample, or a "
-            f"function"
-        ) from None
-
-
-def _check_length(length: Any, index: int) -> int:
-    try:
-        value = length.item() if hasattr(length, "item") else length
-    except (RuntimeError, ValueError):  # of several numbers
-        value = length
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidArgument(
-            f"length_of() gave {show_value(value)} for sample {index}: a length is an int of at least 0"
-        )
-    return max(value, 1)
+    return [max(length, 1) for length in read_answer(given, count)]

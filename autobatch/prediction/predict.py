@@ -43,9 +43,13 @@ from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
-from autobatch.step.batch_norm import batch_norms_in_train_mode, may_refuse_one_sample, warn_of_batch_norms
 from autobatch.step.default_step import default_step
-from autobatch.step.model_info import identify_model
+from autobatch.step.model_info import (
+    batch_norms_in_train_mode,
+    identify_model,
+    may_refuse_one_sample,
+    warn_of_batch_norms,
+)
 from autobatch.step.workload import Step, Weigh, Workload, check_model, warn_of_no_optimizer
 
 __all__ = ["MARGIN", "MARGIN_REASON", "predict"]

@@ -1,13 +1,13 @@
-"""Refuses a step that does the training loop's work: ``backward``, ``zero_grad``, ``step`` of optimizer or scheduler.
+"""Refuses what would do the training loop's work for each micro-batch: calls in the step, and hooks on gradients.
 
-A guard watches the calls of the first two steps, and of one step after an error. Each misuse is refused by name when it
-happens, before a parameter or a learning rate has moved. ``torch.autograd.grad`` and ``backward(inputs=...)`` reach no
-parameter, so they pass.
+A guard watches the calls of the first two steps, and of one step after an error: ``backward``, ``zero_grad``, ``step``
+of optimizer or scheduler. Each is refused by name before a parameter or a learning rate has moved.
+``torch.autograd.grad`` and ``backward(inputs=...)`` reach no parameter, so they pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn
@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from autobatch._user_errors import contextmanager
 from autobatch._wrappers import is_optimizer, own_table
 from autobatch.errors import InvalidArgument
-from autobatch.step.gradient_hooks import remove_hook, table_of
 from autobatch.step.reachable import attributes_of, parts_of, walk
 from autobatch.torch_internals.storages import is_uninitialized
 
@@ -91,9 +90,7 @@ class LoopGuard:
         refuse_backward = partial(refuse, _BACKWARD)
         for parameter in self.parameters:
             if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
-                table = table_of(parameter)
-                table[refuse_backward] = refuse_backward
-                stack.callback(remove_hook, parameter, table, refuse_backward)
+                stack.callback(parameter.register_post_accumulate_grad_hook(refuse_backward).remove)
         for owner, message in self._owners or ():
             # Wrappers of accelerate and Lightning derive from Optimizer without its __init__, and call no hooks.
             if isinstance(owner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in own_table(owner):
@@ -152,3 +149,53 @@ def _is_scheduler(value: Any) -> bool:
     return isinstance(value, LRScheduler) or all(
         callable(getattr(type(value), name, None)) for name in ("step", "get_last_lr")
     )
+
+
+# ------------------------------------------------------------------------------------ hooks on gradients
+
+
+def find_hooks(parameters: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Return the keys of hooks on the gradients of trained parameters; each hook of a process has another key."""
+    hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]  # noqa: SLF001 - as below
+    return frozenset(key for p in hooked if p.requires_grad for keys in _keys_of(p) for key in keys)
+
+
+def _keys_of(parameter: torch.Tensor) -> list[set[int]]:
+    """Return the keys of hooks before and after a gradient is added, without those of another thread's guard."""
+    tables: list[Mapping[int, Any] | None] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]  # noqa: SLF001 - no public equivalent
+    return [{k for k, hook in (table or {}).items() if getattr(hook, "args", ()) != (_BACKWARD,)} for table in tables]
+
+
+def refuse_hooks(name: str, parameter: torch.Tensor, known: frozenset[int]) -> None:
+    """Raise InvalidArgument if the parameter has a hook whose key is not among ``known``, or its own optimizer.
+
+    ``torch.distributed.optim._apply_optimizer_in_backward`` hooks the parameter's ``AccumulateGrad`` node, and stores
+    its optimizers on the parameter.
+    """
+    early, late = _keys_of(parameter)
+    if not known.issuperset(late) or getattr(parameter, "_in_backward_optimizers", None):
+        raise InvalidArgument(
+            f"{name} has a post-accumulate-grad hook: an update inside the backward pass happens at every "
+            f"micro-batch and cannot be undone; remove the hook, and use an optimizer that is stepped after the "
+            f"backward pass, such as torch.optim.AdamW, in place of a layerwise one"
+        )
+    if not known.issuperset(early):
+        raise InvalidArgument(
+            f"{name} has a gradient hook, which would run on the part of each micro-batch instead of on the "
+            f"whole gradient; remove it, and do its work on .grad between runner.accumulate(batch) and your update"
+        )
+
+
+def refuse_sample_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise InvalidArgument if gradients of single samples are gathered, as opacus and other DP-SGD do.
+
+    Each micro-batch's loss is multiplied by its share, which scales those gradients before they are clipped.
+    """
+    for name, parameter in parameters:
+        if "grad_sample" in getattr(parameter, "__dict__", ()):
+            raise InvalidArgument(
+                f"parameter {name} has grad_sample, the gradients of single samples, which no division into "
+                f"micro-batches leaves as they are: with opacus use its "
+                f"BatchMemoryManager(max_physical_batch_size=...) without autobatch, or plan on the model before it "
+                f"is wrapped"
+            )

@@ -70,9 +70,8 @@ class Term:
     Attributes:
         name: Its key, or ``""`` for a step that returns one loss.
         loss: 0-dim, with a graph.
-        kind: Mean over its count, sum, or term that counts once a step.
         count: Count that the step states; ``None`` if ``weigh`` or the number of samples gives it.
-        is_narrow: Whether the loss is bfloat16 or float16, so that its gradient rounds whatever it is multiplied by.
+        is_narrow: Whether the loss is bfloat16 or float16.
     """
 
     name: str
@@ -113,9 +112,9 @@ def _read_term(name: str, returned: Any) -> Term:
     count = None
     match returned:
         case Mean(loss, stated):
-            count = _read_count(stated, f"Mean(count=){of_term}")
+            count = _read_count(stated, f"Mean(count=){of_term} is")
         case Sum(loss, stated):
-            kind, count = "sum", _read_count(stated, f"Sum(count=){of_term}")
+            kind, count = "sum", _read_count(stated, f"Sum(count=){of_term} is")
         case PerStep(loss):
             kind = "per step"
         case loss:
@@ -159,44 +158,28 @@ def counts_of(returned: Any) -> dict[str, float]:
     """Return the counts that a step states for its losses, by term; raise InvalidArgument for an unusable count."""
     terms = returned if isinstance(returned, Mapping) else {"": returned}
     stated = {str(name): term for name, term in terms.items() if isinstance(term, Mean | Sum)}
-    return {name: _read_count(term.count, f"{type(term).__name__}(count=)") for name, term in stated.items()}
+    return {name: _read_count(term.count, f"{type(term).__name__}(count=) is") for name, term in stated.items()}
 
 
 def read_weights(returned: Any, samples: int) -> dict[str, float]:
     """Read the result of ``weigh`` for a micro-batch, by term; the key ``""`` means every term."""
+    must, size = "it must return one number, or a dict of them by term", f"a micro-batch of {samples}"
     if not isinstance(returned, Mapping):
-        return {"": _read_weight(returned, "", samples)}
+        return {"": _read_count(returned, f"weigh() for {size} gave", must)}
     if not returned:
         raise InvalidArgument("weigh() returned an empty dict: it must name the step's terms, or return one number")
-    return {str(name): _read_weight(value, f" for {name!r}", samples) for name, value in returned.items()}
+    terms = [(str(name), value, f"weigh() for {name!r} in {size} gave") for name, value in returned.items()]
+    return {name: _read_count(value, given, must) for name, value, given in terms}
 
 
-def _read_weight(value: Any, what: str, samples: int) -> float:
-    weight = _read_number(value)
-    if weight is None:
-        raise InvalidArgument(
-            f"weigh() returned {_describe(value)}{what}; it must return one number, or a dict of them by term"
-        )
-    if not 0 <= weight <= _LARGEST_COUNT:
-        raise InvalidArgument(
-            f"weigh() gave {weight}{what} for a micro-batch of {samples}; it must be a number from 0 to 1e100"
-        )
-    return weight
-
-
-def _read_count(value: Any, argument: str) -> float:
+def _read_count(value: Any, given: str, must: str = "it must be one number") -> float:
     count = _read_number(value)
     if count is None:
-        raise InvalidArgument(f"{argument} is {_describe(value)}; it must be one number")
+        shape = f"a tensor of shape {tuple(value.shape)} and {value.dtype}" if isinstance(value, torch.Tensor) else ""
+        raise InvalidArgument(f"{given} {shape or type(value).__name__}; {must}")
     if not 0 <= count <= _LARGEST_COUNT:
-        raise InvalidArgument(f"{argument} is {count}; it must be a number from 0 to 1e100")
+        raise InvalidArgument(f"{given} {count}; it must be a number from 0 to 1e100")
     return count
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    return type(value).__name__
 
 
 def _read_number(value: Any) -> float | None:

@@ -1,16 +1,17 @@
-"""Inspects a model: whether it is compiled, how it saves memory, and whether a plan was made for it."""
+"""Inspects a model: is it compiled, how does it save memory, was a plan made for it, what does its BatchNorm refuse?"""
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autobatch._user_errors import contextmanager
@@ -24,10 +25,10 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def is_compiled(model: nn.Module, step: Any = None) -> bool:
-    """Return whether the model, any module in it, or the step function was compiled; not what a plain step calls.
+    """Return whether the model, any module in it, or the step function was compiled; do not import ``torch._dynamo``.
 
     ``torch.compile`` returns a module or function with ``get_compiler_config``, and ``nn.Module.compile`` puts one in
-    ``_compiled_call_impl`` (``torch/_dynamo/eval_frame.py``). This check does not import ``torch._dynamo``.
+    ``_compiled_call_impl`` (``torch/_dynamo/eval_frame.py``).
     """
     while isinstance(step, partial):
         step = step.func
@@ -127,3 +128,56 @@ def _is_checkpointed() -> bool:
             return True
         frame = caller
     return False
+
+
+# -------------------------------------------------------------------------------------------- BatchNorm
+
+_ONE_VALUE = "Expected more than 1 value per channel when training"
+"""How ``torch.nn.functional.batch_norm`` and ``group_norm`` refuse one value to normalise (``_verify_batch_size``)."""
+
+
+def batch_norms_in_train_mode(model: nn.Module) -> list[str]:
+    """Return the names of the layers that normalise by the statistics of their micro-batch."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats)
+    ]
+
+
+def show_names(names: Sequence[str]) -> str:
+    """Join the first three names of modules, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def blame_batch_norms(names: Sequence[str], size: str = "", together: str = "") -> str:
+    """Explain that such layers make a split inexact, with sizes if they are known, and what would be exact."""
+    return (
+        f"BatchNorm in train mode ({show_names(names)}) normalises each micro-batch{size} by itself{together}; "
+        f"GroupNorm, or BatchNorm in eval mode, is exact"
+    )
+
+
+def warn_of_batch_norms(names: Sequence[str], micro_batch_size: int, total: int) -> str:
+    """Return the warning for a plan that splits a model with such layers."""
+    blame = blame_batch_norms(names, f" of {micro_batch_size}", f", not the {total} together")
+    return f"splitting is not exact here: {blame}"
+
+
+def may_refuse_one_sample(model: nn.Module) -> bool:
+    """Return whether a layer raises an error for one sample, if the sample has one value per channel there."""
+    return bool(batch_norms_in_train_mode(model)) or any(
+        isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels for module in model.modules()
+    )
+
+
+def refuses_one_sample(error: BaseException) -> bool:
+    """Return whether a normalising layer raised this for a single value per channel."""
+    return isinstance(error, ValueError) and _ONE_VALUE in str(error)
+
+
+def explain_smallest(model: nn.Module) -> str:
+    """Explain why no micro-batch has one sample, with the layers that are the likely cause."""
+    names = batch_norms_in_train_mode(model)
+    who = f"BatchNorm in train mode ({show_names(names)})" if names else "the model"
+    return f"{who} cannot run one sample"

@@ -1,9 +1,7 @@
 """Finds the objects that a step can reach: bound arguments, its closure, globals that it names, attributes of those.
 
-Among them are modules and tensors of neither the model nor its optimizer: a teacher, a memory bank, a queue. Classes
-and Python modules of the user's own are searched too, but not installed libraries. No object is called, no property is
-read, and a mock does not pass as the class that it imitates. Objects held by C code, or looked up by name at run time,
-are not found.
+Among them are modules and tensors of neither the model nor its optimizer: a teacher, a memory bank, a queue. Installed
+libraries are not searched. No object is called and no property is read.
 """
 
 from __future__ import annotations
@@ -46,9 +44,8 @@ def walk(
 ) -> Iterator[Any]:
     """Yield every object that can be reached, once each, the nearest first, ``root`` included.
 
-    Plain values (texts, numbers) and containers of them are left out. If an object has many parts, such as a long list,
-    the first parts come in their turn and the others after all other objects. ``when_cut`` is called if there are more
-    than ``most``.
+    Plain values (texts, numbers) are left out. The first parts of a long list come in their turn, the others after all
+    other objects. ``when_cut`` is called if there are more than ``most``.
     """
     waiting, seen = deque([root]), {id(root): root}
     rest: deque[Iterator[Any]] = deque()
@@ -190,17 +187,13 @@ def find_outside(step: Callable[..., Any], model: nn.Module) -> list[nn.Module |
     return [value for value in reached if issubclass(type(value), nn.Module | torch.Tensor)]
 
 
-def find_modules(function: Callable[..., Any], when_cut: Callable[[], object] | None = None) -> list[nn.Module]:
-    """Return the outermost modules that a function is or reaches, the nearest first.
+def find_modules(function: Callable[..., Any], when_cut: Callable[[], object]) -> list[nn.Module]:
+    """Return the outermost modules that a function reaches; ``when_cut`` is called if it reaches too many objects."""
 
-    ``when_cut`` is called if it reaches more than ``MOST_OBJECTS``, so that modules may be missing.
-    """
-    reached = walk(function, _lead_to_modules, MOST_OBJECTS, when_cut)
-    return [value for value in reached if issubclass(type(value), nn.Module)]
+    def lead_on(value: Any) -> Iterator[Any]:
+        return (part for part in _lead_outside(value) if not issubclass(type(part), torch.Tensor))
 
-
-def _lead_to_modules(value: Any) -> Iterator[Any]:
-    return (part for part in _lead_outside(value) if not issubclass(type(part), torch.Tensor))
+    return [one for one in walk(function, lead_on, MOST_OBJECTS, when_cut) if issubclass(type(one), nn.Module)]
 
 
 def _lead_outside(value: Any) -> Iterator[Any]:

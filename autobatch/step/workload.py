@@ -15,8 +15,7 @@ from autobatch._wrappers import members_of, state_of
 from autobatch.batch.tree import call_read_only, map_tensors, tensors_of
 from autobatch.errors import InvalidArgument
 from autobatch.step.default_step import default_step
-from autobatch.step.gradient_hooks import refuse_hooks
-from autobatch.step.loop_guard import LoopGuard
+from autobatch.step.loop_guard import LoopGuard, refuse_hooks
 from autobatch.step.losses import Term, read_terms, read_weights
 from autobatch.step.losses import Weigh as Weigh  # noqa: PLC0414 - callers take both types from here
 from autobatch.step.model_info import name_optimizer
@@ -27,7 +26,7 @@ Step = Callable[[nn.Module, Any], Any]
 
 
 class StepOutput(NamedTuple):
-    """Result of one call of the step: the losses of its micro-batch, and the user's values beside them."""
+    """The losses of one micro-batch, and the user's values beside them."""
 
     terms: tuple[Term, ...]
     aux: Any = None
@@ -38,10 +37,8 @@ class Workload:
     """A model, the user's step on it, the unit of its mean, and the optimizer.
 
     Attributes:
-        model: The model.
         step: The user's step, or ``default_step``.
         weigh: The user's count of a micro-batch; ``None``: samples.
-        optimizer: The optimizer, with its state.
         called_by: Public function that runs it, for notes on the user's errors.
         named: Name of the step there.
     """
@@ -58,7 +55,10 @@ class Workload:
         """Raise InvalidArgument for a part of the wrong kind, or one that cannot be split exactly."""
         if self.step is default_step:
             vars(self)["named"] = "your model"
-        _check_kinds(self.model, self.step, self.weigh)
+        check_model(self.model)
+        if not callable(self.step):
+            raise InvalidArgument(f"step={_show(self.step)} cannot be called; pass step(model, micro_batch) -> loss")
+        check_weigh(self.weigh)
         if self.optimizer is not None:
             _check_optimizer(self.model, self.optimizer)
         self.check_hooks()
@@ -113,7 +113,7 @@ class Workload:
         return [parameter for group in groups for parameter in group["params"]]
 
     def resident_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield everything that lives on the device between two steps, except batches."""
+        """Yield all that lives on the device between two steps, except batches."""
         for parameter in self.parameters():
             yield parameter
             if parameter.grad is not None:
@@ -218,30 +218,20 @@ def leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def check_model(model: Any) -> None:
-    """Raise InvalidArgument for an object that is not a module, or is the class of one."""
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model={_show(model)} is not a torch.nn.Module")
 
 
-def _check_kinds(model: Any, step: Any, weigh: Any) -> None:
-    check_model(model)
-    if not callable(step):
-        raise InvalidArgument(f"step={_show(step)} cannot be called; pass step(model, micro_batch) -> loss")
-    check_weigh(weigh)
-
-
 def check_weigh(weigh: Any | None) -> None:
-    """Raise InvalidArgument for a ``weigh=`` that cannot be called."""
     if weigh is not None and not callable(weigh):
         raise InvalidArgument(f"weigh={_show(weigh)} cannot be called; pass weigh(micro_batch) -> number")
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     members = members_of(optimizer)
-    for member in members:
-        _check_one_optimizer(member)
     owners: dict[int, int] = {}
     for index, member in enumerate(members):
+        _check_one_optimizer(member)
         for parameter in [one for group in member.param_groups for one in group["params"]]:
             if owners.setdefault(id(parameter), index) != index:
                 raise InvalidArgument(

@@ -28,7 +28,7 @@ from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom, try_twice
-from autobatch.step.gradient_hooks import find_hooks
+from autobatch.step.loop_guard import find_hooks
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import AccumulationState, Shortage

@@ -16,8 +16,7 @@ from autobatch.batch.samples import Layout, describe, is_empty, is_one_batch
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.division import least_size
-from autobatch.step.batch_norm import explain_smallest
-from autobatch.step.model_info import is_compiled
+from autobatch.step.model_info import explain_smallest, is_compiled
 from autobatch.step.workload import Workload
 
 

@@ -6,15 +6,12 @@ again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InvalidArgument
-from autobatch.step.gradient_hooks import remove_hook, table_of
 from autobatch.step.workload import leaves_of_graph
 from autobatch.undo.gradients import NARROW
 
@@ -93,19 +90,15 @@ class _Gradients:
         self._loss, self._leaves = loss, [*leaves_of_graph(loss)]
         self._before = [leaf.grad for leaf in self._leaves]
         self._reached: list[torch.Tensor] = []
-        self._tables: list[tuple[torch.Tensor, OrderedDict[Any, Any]]] = []
 
     def note(self, function: Backward) -> None:
-        """Call the function, and note the leaves to which torch adds; no hook stays, whatever interrupts it."""
+        """Call the function, and note the leaves to which torch adds."""
+        hooks = [leaf.register_post_accumulate_grad_hook(self._reached.append) for leaf in self._leaves]
         try:
-            for leaf in self._leaves:
-                self._tables.append((leaf, table_of(leaf)))  # first: an interrupt may come next
-                self._tables[-1][1][self] = self._reached.append
             function(self._loss)
-            self._remove_hooks()
-        except BaseException:
-            self._remove_hooks()  # of all: an interrupt may have come at any of them
-            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def check(self) -> None:
         """Raise InvalidArgument where no leaf has got a gradient, or a narrow one has not got it from torch."""
@@ -123,7 +116,3 @@ class _Gradients:
                     f"backward= adds to .grad of a parameter in {leaf.dtype} itself, where what several micro-batches "
                     f"add is rounded away: run loss.backward(), whose gradients are added up in float32"
                 )
-
-    def _remove_hooks(self) -> None:
-        for leaf, table in self._tables:  # which the function may have replaced, and put back later
-            remove_hook(leaf, table, self)

@@ -23,8 +23,8 @@ from autobatch.distributed.sharded.step import ShardedStep
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom, try_twice
-from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.losses import losses_of
+from autobatch.step.model_info import refuses_one_sample
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage

@@ -47,9 +47,9 @@ from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.result import StepResult
-from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.default_step import default_step
-from autobatch.step.gradient_hooks import refuse_sample_gradients
+from autobatch.step.loop_guard import refuse_sample_gradients
+from autobatch.step.model_info import refuses_one_sample
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.training.accumulation_state import AccumulationState
 from autobatch.training.batches import GivenBatches, read_division

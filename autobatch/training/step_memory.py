@@ -23,8 +23,7 @@ from autobatch.planning.division import compiled_ladder, eager_ladder
 from autobatch.planning.pacing import CLEAN_STEPS, Pace
 from autobatch.planning.sizes_by_length import scale_curve, scale_ladder
 from autobatch.report.advice import PHASES
-from autobatch.step.batch_norm import explain_smallest
-from autobatch.step.model_info import is_compiled
+from autobatch.step.model_info import explain_smallest, is_compiled
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation_state import Shortage
 from autobatch.training.step_events import StepEvents

@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[Any, Any, Any, Any, str]] = {
     "soft Dice over the batch": (small, soft_dice, None, make_batch(16), "depends on the others"),
     "balance of experts": (small, balanced_experts, None, make_batch(16), "depends on the others"),
     "two tasks, sparse labels": (small, two_tasks, None, make_batch(16), "several terms with counts of their own"),
-    "mixup by randperm": (small, mixup, None, make_batch(16), "shuffled among themselves"),
+    "mixup by randperm": (small, mixup, None, make_batch(16), "in-batch shuffling"),
     "spectral norm": (with_spectral_norm, mean_step, None, make_batch(16), "moves with every forward pass (0;"),
     "a regulariser in a Sum": (
         small,

@@ -27,7 +27,6 @@ PHRASES = {
     "losses": "depends on the losses themselves",
     "weights": "such as class weights",
     "samples": "mean over samples, and is counted otherwise",
-    "shuffled": "in-batch shuffling:",
     "pairs": "in rows 2i and 2i + 1",
     "unsteady": "another gradient each time",
     "unknown": "its cause was not found",

@@ -214,7 +214,6 @@ def test_an_optimizer_that_reads_more_than_the_gradient_is_named(name):
     assert not plan.verdict.exact
     [warning] = [warning for warning in plan.warnings if "not exact" in warning]
     assert "reads more than .grad" in warning
-    assert ("grad_sample" in warning) == (name == "grad_sample")
     with pytest.raises(InexactSplit, match=r"reads more than \.grad"):
         fit_with(make, check="raise")
 

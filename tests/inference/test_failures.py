@@ -449,7 +449,7 @@ def test_lengths_that_end_early_lose_no_sample():
 
 def test_a_length_of_several_numbers_is_refused():
     """In words, not as an error of the tensor."""
-    with pytest.raises(InvalidArgument, match="for sample 0: a length is an int"):
+    with pytest.raises(InvalidArgument, match="as a sample's length"):
         autobatch.map(torch.neg, INPUTS, cut=by_length(torch.ones(SAMPLES, 2, dtype=torch.int)))
 
 

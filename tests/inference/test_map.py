@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import autobatch
 from autobatch import by_length
-from autobatch.inference import arguments, mapping
+from autobatch.inference import mapping
 from autobatch.testing import FakeDevice
 
 pytestmark = pytest.mark.quick
@@ -385,7 +385,7 @@ def test_a_model_is_found_in_slots_classes_and_modules(monkeypatch):
 
 def test_what_is_not_searched_is_named_once(caplog):
     """Beyond a limit modules are not found: the log says so, once."""
-    arguments._warn_of_more_objects.cache_clear()
+    mapping._warn_of_more_objects.cache_clear()
     model = Moody()
     holder = Holder(rows=[[object()] for _ in range(12_000)], part=model)
     for _ in range(2):
@@ -454,7 +454,7 @@ def test_a_callback_gets_each_result_once(batch):
 
 def test_results_go_where_they_are_asked_to(monkeypatch):
     """``to=`` takes a device; what is no tensor stays."""
-    monkeypatch.setattr(mapping, "read_target", torch.device)  # "meta" is refused, and no other device is everywhere
+    monkeypatch.setattr(mapping, "_read_target", torch.device)  # "meta" is refused, and no other device is everywhere
     result = run(lambda x: (x, ["a"] * len(x)), INPUTS, to="meta")
     assert result[0].device.type == "meta"
     assert result[1] == ["a"] * SAMPLES

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autobatch.step.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
+from autobatch.step.model_info import batch_norms_in_train_mode, warn_of_batch_norms
 
 
 def couples(layer):

@@ -398,7 +398,7 @@ def test_the_guard_leaves_no_trace():
         with pytest.raises(InvalidArgument):
             workload.run(make_batch(4))
         training.model.zero_grad()
-    assert not any(parameter._post_accumulate_grad_hooks is not None for parameter in training.model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in training.model.parameters())
     assert not training.optimizer._optimizer_step_pre_hooks
     assert set(vars(training.optimizer)) == attributes
     assert "step" not in vars(training.scheduler)

@@ -118,7 +118,7 @@ def test_a_weight_may_be_any_number(given, weight):
 @pytest.mark.parametrize("given", [True, np.bool_(True), torch.tensor(True), torch.ones(1, 1) > 0])
 def test_whether_anything_counts_is_no_weight(given):
     """Each micro-batch would count the same, whatever is in it: what was meant is a sum, not any()."""
-    with pytest.raises(InvalidArgument, match=r"weigh\(\) returned .*; it must return one number"):
+    with pytest.raises(InvalidArgument, match=r"weigh\(\) for .* gave .*; it must return one number"):
         Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weights_of("batch", 4)
 
 
@@ -130,7 +130,7 @@ def test_without_weigh_samples_count():
 @pytest.mark.parametrize("given", [-1, -1e-9, float("nan"), float("inf"), -float("inf"), torch.tensor(float("nan"))])
 def test_a_weight_that_counts_nothing_is_refused(given):
     """Negative or not finite: with the value and the number of samples."""
-    with pytest.raises(InvalidArgument, match=rf"weigh\(\) gave {float(given)} for a micro-batch of 4"):
+    with pytest.raises(InvalidArgument, match=rf"weigh\(\) for a micro-batch of 4 gave {float(given)};"):
         Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weights_of("batch", 4)
 
 
