@@ -7,6 +7,7 @@ exact divisor of the share.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -17,6 +18,9 @@ from autobatch.errors import InvalidArgument
 from autobatch.planning.division import divide_evenly
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import spell_invalid
+from autobatch.report.breakdown import memory_parts
+from autobatch.report.pictures import draw_peaks, part_chart, plan_peaks, plot
+from autobatch.report.sections import Chart
 from autobatch.report.text import explain_plan, summarise_plan
 
 if TYPE_CHECKING:
@@ -68,9 +72,8 @@ class Plan(PlanRecord):
         Raises:
             InvalidArgument: The kind is unknown, or matplotlib is not installed.
         """
-        from autobatch.report.pictures import draw_plan  # noqa: PLC0415 - few draw
-
-        return draw_plan(self, kind, ax)
+        charts = {"peak": Chart(partial(draw_peaks, plan_peaks(self))), "memory": part_chart(memory_parts(self))}
+        return plot(charts, kind, ax)
 
     def _repr_html_(self) -> str:
         """Return the report's pictures and tables, for a notebook."""

@@ -5,8 +5,15 @@ Does not cover the data itself (``record``) nor its texts (``text``). Nothing he
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from autobatch.prediction import text
 from autobatch.prediction.record import PredictionRecord
+from autobatch.prediction.tables import charts
+from autobatch.report.pictures import plot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Prediction"]
 
@@ -51,6 +58,18 @@ class Prediction(PredictionRecord):
         """The same step on the cards of ``cards``, as a table."""
         return text.explain_cards(self)
 
+    def plot(self, kind: str = "peak", ax: Axes | None = None) -> Axes:
+        """Draw the prediction with matplotlib, which ``torch-autobatch[plot]`` installs.
+
+        Args:
+            kind: ``"peak"`` for the memory curve and the card's memory, ``"memory"`` for where that memory goes.
+            ax: Axes to draw on; default: those of a new figure.
+
+        Raises:
+            InvalidArgument: The kind is unknown, or matplotlib is not installed.
+        """
+        return plot(charts(self), kind, ax)
+
     def _repr_html_(self) -> str:
-        """What a notebook shows for a prediction: the same in tables."""
+        """What a notebook shows for a prediction: the same with pictures and in tables."""
         return text.render_prediction(self)

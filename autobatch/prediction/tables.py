@@ -6,16 +6,21 @@ Does not cover how they are written out (``text``). Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import cycle
 
 from autobatch._formatting import plural
 from autobatch.prediction.card_table import GPUS
 from autobatch.prediction.record import CardFit, Change, PredictionRecord
-from autobatch.report.sections import Bytes, Cell, Section, Table
+from autobatch.report import breakdown
+from autobatch.report.pictures import Peaks, draw_peaks, part_chart
+from autobatch.report.sections import Bytes, Cell, Chart, Section, Table
 
 __all__ = [
     "NOMINAL",
     "by_memory",
     "card_cells",
+    "charts",
     "module_rows",
     "name_change",
     "part_rows",
@@ -34,12 +39,34 @@ def table_sections(prediction: PredictionRecord) -> Iterator[Section]:
     changes = tuple(map(_change_cells, prediction.changes))
     cards = tuple(map(card_cells, by_memory(prediction)))
     points = Table(("size", "allocated", "reserved", "process"), tuple(point_rows(prediction)))
-    yield Section(f"Where the memory goes at {size}", table=Table(("bytes", "part"), tuple(part_rows(prediction))))
+    drawn, parts = charts(prediction), Table(("bytes", "part"), tuple(part_rows(prediction)))
+    yield Section(f"Where the memory goes at {size}", chart=drawn["memory"], table=parts)
     yield Section(f"Its tensors at {size}, by module", table=Table(("bytes", "module"), tuple(module_rows(prediction))))
-    yield Section("Memory by size", table=points, planned=chosen)
+    yield Section("Memory by size", chart=drawn["peak"], table=points, planned=chosen)
     yield Section("What would help", table=Table(("saves", "micro-batch", "change"), changes))
     headings = ("card", "memory", "micro-batch", "steps", "peak")
     yield Section(title_cards(prediction), table=Table(headings, cards, (NOMINAL,)))
+
+
+def charts(prediction: PredictionRecord) -> dict[str, Chart]:
+    """Return the pictures: peaks by size beside the card's memory, and what that memory is made of."""
+    total, size = prediction.gpu.total_bytes, prediction.judged_size
+    held, name = prediction.peak_bytes - prediction.context_bytes, "the plan" if prediction.plan else "does not fit"
+    limit, budget = (round(part) - prediction.context_bytes for part in (total / (1 + prediction.margin), total))
+    peaks = Peaks(prediction.curve, (), budget, limit, size, held, prediction.share, name)
+    colors = cycle(("blue", "violet", "orange", "green", "amber", "soft"))
+    left = max(total - prediction.peak_bytes, 0)
+    margin = min(round(prediction.peak_bytes * prediction.margin), left)
+    parts = [
+        *(breakdown.Part(next(colors), "", part.byte_count, part.name) for part in prediction.breakdown),
+        breakdown.Part("axis", "", prediction.context_bytes, "CUDA's own, outside the allocator"),
+        breakdown.Part("headroom", "", margin, "the margin: left free on purpose"),
+        breakdown.Part("free", "", left - margin, "free: not needed at this size"),
+    ]
+    return {
+        "peak": Chart(partial(draw_peaks, peaks)),
+        "memory": part_chart([part for part in parts if part.size_bytes]),
+    }
 
 
 def _change_cells(change: Change) -> tuple[Cell, ...]:

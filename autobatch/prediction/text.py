@@ -24,7 +24,7 @@ from autobatch.prediction.tables import (
     title_cards,
 )
 from autobatch.report.sections import Bytes, Section, format_cell
-from autobatch.report.text import describe_division
+from autobatch.report.text import describe_division, share_of
 
 __all__ = [
     "FAMILIES_REASON",
@@ -267,11 +267,23 @@ def _interpolation_lines(prediction: PredictionRecord) -> Iterator[str]:
 
 def render_prediction(prediction: PredictionRecord) -> str:
     """One element for a page that is there already; its styles reach nothing else, and it has no ids."""
-    from autobatch.report.html import render_template  # noqa: PLC0415 - only notebooks need it
+    from autobatch.report.html import render  # noqa: PLC0415 - only notebooks need it
 
-    return render_template(
-        "fragment.html",
-        summary=summarise_prediction(prediction).removeprefix("autobatch: "),
+    peak = share_of(prediction.peak_bytes, prediction.gpu.total_bytes)
+    size, steps, division = "none", "no plan", _refuse(prediction, peak)
+    if plan := prediction.plan:
+        size, division = str(plan.micro_batch_size), describe_division(plan)
+        steps = plural(plan.accumulation_steps, "step")
+    margin = f"left free, as a margin; nothing was run, {prediction.seconds:.1f} s"
+    return render(
+        "notebook.html",
+        title=f"autobatch: predicted on {prediction.gpu.name}",
+        headlines=[
+            (size, "samples in a micro-batch"),
+            (steps, division),
+            (peak, "predicted peak"),
+            (_percent(prediction.margin), margin),
+        ],
         warnings=prediction.warnings,
         sections=[
             *([Section("The ranks", items=list(_rank_lines(prediction)))] if prediction.data_parallel else []),

@@ -1,10 +1,14 @@
-"""Renders a plan and its runs as HTML: charts, and the same numbers in tables beneath them."""
+"""Renders a plan and its runs, or another record's sections, as HTML: pictures with the same numbers in tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import importlib.util
+import io
+import re
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any
+from xml.etree import ElementTree as ET
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -12,71 +16,72 @@ from markupsafe import Markup
 from autobatch._formatting import plural
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.shares import find_slowest
-from autobatch.report.breakdown import memory_parts
-from autobatch.report.charts import memory_bar, peak_chart, run_chart, speed_chart
-from autobatch.report.ranks import rank_chart
-from autobatch.report.sections import Section, Table, format_cell, number_columns
-from autobatch.report.svg import cross, dot, element, polyline, replace_unprintable, triangle
-from autobatch.report.tables import breakdown_table, newest, plan_sections, run_sections
-from autobatch.report.text import summarise_plan
+from autobatch.report.pictures import COLORS, PALETTE, TOOLTIP, WIDTH
+from autobatch.report.sections import Chart, Section, Symbol, format_cell, number_columns
+from autobatch.report.tables import plan_sections, run_sections
+from autobatch.report.text import describe_division, share_of
 
-_Key = tuple[Markup, str]
-"""A mark in a chart and its meaning."""
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "autobatch",  # the same picture has the same bytes
+    "font.size": 12,
+    "text.color": COLORS["text"],
+    "axes.labelcolor": COLORS["soft"],
+    "axes.edgecolor": COLORS["axis"],
+    "axes.linewidth": 1,
+    "grid.color": COLORS["grid"],
+    "xtick.labelcolor": COLORS["soft"],
+    "ytick.labelcolor": COLORS["soft"],
+    "xtick.color": COLORS["axis"],
+    "ytick.color": COLORS["axis"],
+    "path.simplify_threshold": 0.5,  # ten thousand steps become the pixels that differ
+}
 
-
-class _Figure(NamedTuple):
-    """A chart, and beneath it either its keys or a table of its parts, each row led by a swatch of its colour."""
-
-    caption: str
-    chart: Markup
-    keys: Sequence[_Key] = ()
-    table: Table | None = None
-    swatches: Sequence[Markup] = ()
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def render_report(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
-    """One HTML document, to be written as UTF-8, that needs nothing else: light and dark, on a telephone, on paper.
+    """Return one HTML document, to be written as UTF-8, that needs nothing else, light and dark, on any width.
 
-    ``runs`` are the plan's, oldest first. All are in the table, within bounds; the last few are drawn.
+    ``runs`` are the plan's, oldest first. The table has all, within bounds; the last few are drawn.
     """
-    return _render(plan, runs, "page.html", f"autobatch: {plan.model or 'a plan'} on {plan.device.name}") + "\n"
+    sections = [*plan_sections(plan), *run_sections(runs)]
+    return _render(plan, "page.html", sections, plan.model_dump_json(indent=2))
 
 
 def render_fragment(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
-    """Return the same as one element for another page; its styles reach nothing else, and it has no ids."""
-    return _render(plan, runs, "fragment.html")
+    """Return the same for a notebook: one element whose styles reach nothing else, folded below the first picture."""
+    sections = [*plan_sections(plan), *run_sections(runs)]
+    return _render(plan, "notebook.html", sections)
 
 
-def render_template(
+def render(
     template: str,
     *,
-    summary: str,
+    title: str,
+    headlines: Sequence[tuple[str, str]],
+    warnings: Sequence[str],
     sections: Iterable[Section],
-    title: str = "",
-    lines: Sequence[str] = (),
-    warnings: Sequence[str] = (),
-    figures: Sequence[_Figure] | None = None,
     json: str = "",
 ) -> str:
-    """Fill ``"fragment.html"``, or ``"page.html"``, which has a ``title`` too; ``summary`` is the first line.
+    """Fill ``"page.html"`` or ``"notebook.html"``; sections with pictures come first."""
+    shown = [section for section in sections if not section.only_text]
+    can_draw, has_charts = has_matplotlib(), any(section.chart for section in shown)
+    values = {
+        "title": title,
+        "headlines": headlines,
+        "warnings": warnings,
+        "drawn": [section for section in shown if section.chart and can_draw],
+        "plain": [section for section in shown if not (section.chart and can_draw)],
+        "json": json,
+        "without_pictures": has_charts and not can_draw,
+    }
+    return _environment().get_template(template).render(values)
 
-    ``lines`` stand below the summary, and ``warnings`` as a list that stands out. An empty list of ``figures`` says
-    that nothing was measured, ``None`` says nothing. ``json`` is the record itself.
-    """
-    return (
-        _environment()
-        .get_template(template)
-        .render(
-            title=title,
-            summary=summary,
-            lines=lines,
-            warnings=warnings,
-            figures=figures,
-            sections=[section for section in sections if not section.only_text],
-            json=json,
-        )
-    )
+
+def replace_unprintable(text: str) -> str:
+    """Return the text with U+FFFD for each character that HTML may not hold; not escaped."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 @cache
@@ -87,92 +92,77 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_finalize,
+        finalize=lambda value: (
+            replace_unprintable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        ),
     )
-    environment.filters["format_cell"] = format_cell
-    environment.globals["number_columns"] = number_columns
+    environment.filters |= {"format_cell": format_cell, "picture": render_svg}
+    environment.tests["symbol"] = lambda cell: isinstance(cell, Symbol)
+    environment.globals |= {"number_columns": number_columns, "palette": PALETTE}
     return environment
 
 
-def _finalize(value: object) -> object:
-    """Replace characters that HTML and SVG must not hold, before escaping."""
-    return replace_unprintable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+def has_matplotlib() -> bool:
+    """Return whether pictures can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
-def _render(plan: PlanRecord, runs: Sequence[Run], template: str, title: str = "") -> str:
-    return render_template(
-        template,
-        title=title,
-        summary=summarise_plan(plan).removeprefix("autobatch: "),
-        lines=[f"{plan.verdict} ({plan.verdict.seconds:.1f} s)"] if plan.verdict else [],
-        warnings=plan.warnings,
-        figures=[figure for figure in _figures(plan, runs) if figure.chart],
-        sections=[*plan_sections(plan), *run_sections(runs)],
-        json=plan.model_dump_json(indent=2),
-    )
+def render_svg(chart: Chart, name: str) -> Markup:
+    """Return the chart as an ``<svg>`` for an HTML page: without ids, with colors by name and with tooltips."""
+    from matplotlib import rc_context  # noqa: PLC0415 - an extra, and slow to import
+    from matplotlib.figure import Figure  # noqa: PLC0415 - no pyplot: it would choose a backend
+
+    file = io.StringIO()
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(WIDTH / 72, chart.height / 72), layout="constrained")
+        chart.draw(figure.add_subplot())
+        unknown = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=unknown)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"|xlink:', "", file.getvalue())
+    svg = ET.fromstring(text[text.index("<svg") :])  # noqa: S314 - matplotlib wrote it
+    _make_portable(svg)
+    svg.attrib = {"viewBox": svg.attrib["viewBox"], "role": "img", "aria-label": name}
+    text = re.sub("font-family: [^;]*; ", "", ET.tostring(svg, encoding="unicode"))
+    names = {color: f"var(--{name})" for name, color in COLORS.items()}
+    text = re.sub("#[0-9a-f]{6}", lambda found: names.get(found[0], found[0]), text)
+    return Markup(text)  # noqa: S704 - matplotlib has escaped its texts
 
 
-def _figures(plan: PlanRecord, runs: Sequence[Run]) -> Iterator[_Figure]:
-    size = plural(plan.micro_batch_size, "sample")
-    swatches = [_swatch(part.key) for part in memory_parts(plan)]
-    lines = ("curve", "budget", "limit")
-    yield _Figure("Peak memory by micro-batch size", _markup(peak_chart(plan)), _trial_keys(plan, lines))
-    yield _Figure("Speed by micro-batch size", _markup(speed_chart(plan)), _trial_keys(plan, ()))
-    bar = _markup(memory_bar(plan))
-    yield _Figure(f"Where the memory goes at {size}", bar, table=breakdown_table(plan), swatches=swatches)
-    yield _Figure("Memory and time of each rank", _markup(rank_chart(plan)), _rank_keys(plan))
-    for run in newest(runs):
-        yield _Figure(f"Run {run.id}: size and retries by step", _markup(run_chart(run)), _run_keys(run))
+def _make_portable(svg: ET.Element) -> None:
+    """Replace ids, and references to them: another picture on the page, or a folded one, may have the same."""
+    shapes = {shape.get("id"): shape for shape in svg.iter("path") if "id" in shape.attrib}
+    for element in list(svg.iter()):
+        for child in list(element):
+            if child.tag in ("defs", "metadata"):
+                element.remove(child)
+        given = element.attrib
+        given.pop("clip-path", None)  # all that is drawn lies inside of the axes
+        if element.tag == "use":
+            shape = shapes[given.pop("href")[1:]]
+            element.tag = "path"
+            given["transform"] = f"translate({given.pop('x', '0')} {given.pop('y', '0')})"
+            given |= {"d": shape.get("d", ""), "style": f"{shape.get('style', '')}; {given.get('style', '')}"}
+        name = given.pop("id", "")
+        if name.startswith(TOOLTIP):
+            title = ET.Element("title")
+            title.text = name.removeprefix(TOOLTIP)
+            element.insert(0, title)
 
 
-def _markup(drawn: str) -> Markup:
-    """Return a chart as markup: ``svg`` has escaped its texts."""
-    return Markup(drawn)  # noqa: S704 - see above
+def _render(plan: PlanRecord, template: str, sections: Iterable[Section], json: str = "") -> str:
+    title = f"autobatch: {plan.model or 'a plan'} on {plan.device.name}"
+    headlines, warnings = _headlines(plan), plan.warnings
+    return render(template, title=title, headlines=headlines, warnings=warnings, sections=sections, json=json)
 
 
-def _swatch(part: str) -> Markup:
-    box = element("rect", width=14, height=14, class_=f"part {part}")
-    return _markup(
-        element("svg", box, viewBox="0 0 14 14", width="14", height="14", aria_hidden="true", class_="swatch")
-    )
-
-
-_KEYS = {
-    "fits": (_markup(dot(11, 8, "fits", "")), "a trial that fits"),
-    "thrash": (_markup(triangle(11, 8, "thrash", "")), "fits only by giving memory back"),
-    "oom": (_markup(cross(11, 8, "oom", "")), "out of memory"),
-    "chosen": (_markup(dot(11, 8, "chosen", "", radius=7)), "the plan's size"),
-    "curve": (_markup(polyline([(0, 8), (22, 8)], "curve")), "the curve; dashed where nothing ran"),
-    "budget": (_markup(polyline([(0, 8), (22, 8)], "budget")), "the budget"),
-    "limit": (_markup(polyline([(0, 8), (22, 8)], "limit")), "the limit: the budget less the headroom"),
-}
-
-
-def _trial_keys(plan: PlanRecord, others: tuple[str, ...]) -> list[_Key]:
-    """Return the meanings of the marks in the chart."""
-    there = {"curve": plan.curve, "budget": plan.budget_bytes, "limit": plan.headroom_bytes, "chosen": True}
-    there |= {trial.outcome: True for trial in plan.trials}
-    return [_KEYS[name] for name in ("fits", "thrash", "oom", "chosen", *others) if there.get(name)]
-
-
-def _rank_keys(plan: PlanRecord) -> list[_Key]:
-    keys = [
-        (_swatch("peak"), "the peak"),
-        (_swatch("free"), "the budget"),
-        (_swatch("seconds"), "a step of the rank by itself"),
+def _headlines(plan: PlanRecord) -> list[tuple[str, str]]:
+    """Return the four numbers that a reader looks for, each with what it is."""
+    verdict = plan.verdict
+    exact = "not checked" if verdict is None or verdict.unchecked else "exact" if verdict.exact else "not exact"
+    peak = share_of(plan.peak_bytes, plan.budget_bytes) if plan.peak_bytes else "unknown"
+    return [
+        (str(plan.micro_batch_size), "samples in a micro-batch"),
+        (plural(plan.accumulation_steps, "step"), describe_division(plan)),
+        (peak, "predicted peak" if plan.predicted else "peak"),
+        (exact, "splitting the batch"),
     ]
-    slowest = find_slowest([one.seconds for one in plan.ranks])
-    return keys if slowest is None else [*keys, (_swatch("seconds slowest"), f"that of rank {slowest}, the slowest")]
-
-
-def _run_keys(run: Run) -> list[_Key]:
-    keys = [(_markup(polyline([(0, 8), (22, 8)], "sizes")), "the most samples in a micro-batch")]
-    kinds = {back.kind for back in run.setbacks}
-    if run.retries:
-        bar = _markup(element("rect", x=8, y=2, width=6, height=12, class_="retries"))
-        keys.append((bar, f"retries; the highest bar is {max(part.retries for part in run.ranges)}"))
-    if "retry" in kinds:
-        keys.append((_KEYS["oom"][0], "a step that was undone and done again"))
-    if "size" in kinds:
-        keys.append((_markup(triangle(11, 8, "changed", "")), "the size changed between two steps"))
-    return keys

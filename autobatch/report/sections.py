@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from autobatch._formatting import format_bytes, plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _T = TypeVar("_T")
 
@@ -19,6 +22,12 @@ class Bytes(int):
     """A number of bytes: a cell that is shown with a unit."""
 
 
+class Symbol(str):
+    """A cell that names a part in the bar of a text; HTML leaves it out."""
+
+    __slots__ = ()
+
+
 Cell = str | int | float
 
 
@@ -30,16 +39,24 @@ class Table(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+class Chart(NamedTuple):
+    """A picture: the function that draws it, and its height at a width of 400."""
+
+    draw: Callable[[Axes], None]
+    height: float = 300
+
+
 class Section(NamedTuple):
-    """A heading and the parts beneath it, in this order."""
+    """A heading and the parts beneath it: HTML has the chart, text the bar."""
 
     title: str
     bar: str = ""
+    chart: Chart | None = None
     table: Table | None = None
     planned: int | None = None  # rows that begin with this number are the plan's own
     lines: Sequence[str] = ()
     items: Sequence[str] = ()
-    only_text: bool = False  # HTML has it elsewhere, and not as a section
+    only_text: bool = False  # HTML has it elsewhere
 
 
 def format_cell(cell: Cell) -> str:
@@ -71,3 +88,8 @@ def ends(items: Sequence[_T], singular: str, several: str | None = None) -> tupl
 def known(size_bytes: int) -> Cell:
     """Return the bytes, or a dash for 0, which means not measured."""
     return Bytes(size_bytes) if size_bytes else UNKNOWN
+
+
+def format_seconds(seconds: float) -> str:
+    """Format with three digits: ``0.04123`` -> ``"41.2 ms"``, from a second on ``"1.20 s"``."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"

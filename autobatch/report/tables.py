@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta, timezone
+from functools import partial
+from itertools import pairwise
 
 from autobatch._bounds import SHORTEST
 from autobatch._formatting import format_bytes
-from autobatch.events.run_history import Run, StepRange
-from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.plan_record import PlanRecord
-from autobatch.report.advice import advise, tenant_lines
-from autobatch.report.breakdown import chosen_trial, draw_bar, memory_parts
-from autobatch.report.ranks import rank_section, run_rank_section
-from autobatch.report.sections import UNKNOWN, Bytes, Cell, Section, Table, ends, known
+from autobatch.events.run_history import RankTotal, Run, StepRange
+from autobatch.planning.curve import MemoryCurve, ran
+from autobatch.planning.plan_record import PlanRecord, RankPlan
+from autobatch.planning.shares import find_slowest
+from autobatch.report.advice import advise, advise_ranks, tenant_lines
+from autobatch.report.breakdown import Part, chosen_trial, draw_bar, memory_parts
+from autobatch.report.pictures import draw_peaks, draw_run, draw_speeds, part_chart, plan_peaks, rank_chart
+from autobatch.report.sections import UNKNOWN, Bytes, Cell, Chart, Section, Symbol, Table, ends, format_seconds, known
 
 _MOST_RUNS = 4
 """Number of the newest runs that are shown with their steps."""
@@ -27,17 +30,19 @@ def plan_sections(plan: PlanRecord) -> Iterator[Section]:
     if plan.lengths:
         yield Section("Samples by length", table=_length_table(plan))
     if plan.ranks:
-        yield rank_section(plan)
+        yield _rank_section(plan)
     yield Section("Budget", table=_budget_table(plan), lines=list(tenant_lines(plan.device)))
-    if plan.trials:
-        yield Section("Trials", table=_trial_table(plan), planned=size)
-    if parts := memory_parts(plan):
-        yield Section("Where the memory goes", draw_bar(parts), breakdown_table(plan), only_text=True)
     if plan.curve is not None:
-        yield Section("Memory curve", table=_curve_table(plan, plan.curve), planned=size)
+        chart = Chart(partial(draw_peaks, plan_peaks(plan)))
+        yield Section("Memory curve", chart=chart, table=_curve_table(plan, plan.curve), planned=size)
+    if plan.trials:
+        is_timed = any(trial.samples_per_second for trial in plan.trials if ran(trial))
+        chart = Chart(partial(draw_speeds, plan)) if is_timed else None
+        yield Section("Trials", chart=chart, table=_trial_table(plan), planned=size)
+    if parts := memory_parts(plan):
+        yield Section("Where the memory goes", draw_bar(parts), part_chart(parts), _part_table(plan, parts))
     if plan.verdict is not None:
-        line = f"{plan.verdict} ({plan.verdict.seconds:.1f} s)"
-        yield Section("Is splitting exact?", lines=[line], only_text=True)
+        yield Section("Is splitting exact?", lines=[f"{plan.verdict} ({plan.verdict.seconds:.1f} s)"])
     if advice := list(advise(plan)):
         yield Section("What would help", items=advice)
     if plan.warnings:
@@ -48,26 +53,22 @@ def run_sections(runs: Sequence[Run]) -> Iterator[Section]:
     """Yield a table of all runs, and the newest runs with their steps and setbacks."""
     if runs:
         yield Section("Runs", table=_run_table(runs))
-    for run in newest(runs):
+    for number, run in [*enumerate(runs, 1)][-_MOST_RUNS:]:
+        name = f"Run {number}, {_format_time(run.started_at)}".removesuffix(", ")
+        if run.ranges or run.setbacks:
+            yield Section(name, chart=Chart(partial(draw_run, run)), table=_range_table(run))
         if run.ranks:
-            yield run_rank_section(run)
-        if run.ranges:
-            yield Section(f"Run {run.id}: steps", table=_range_table(run))
+            yield _run_rank_section(name, run)
         if run.setbacks:
-            yield Section(f"Run {run.id}: setbacks", table=_setback_table(run))
-
-
-def newest(runs: Sequence[Run]) -> Sequence[Run]:
-    """Return the runs that are shown one by one."""
-    return runs[-_MOST_RUNS:]
+            yield Section(f"{name}: setbacks", table=_setback_table(run))
 
 
 def _format_time(seconds: float) -> str:
-    """Format seconds since 1970 as ``2026-11-21 19:01 UTC``; empty if unknown or out of range."""
+    """Format seconds since 1970, UTC, as ``2026-11-21 19:01``; empty if unknown or out of range."""
     if seconds <= 0:
         return ""
     try:
-        return f"{datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=seconds):%Y-%m-%d %H:%M} UTC"
+        return f"{datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=seconds):%Y-%m-%d %H:%M}"
     except (OverflowError, ValueError):  # a damaged or foreign record must still be shown
         return ""
 
@@ -85,7 +86,7 @@ def _facts_table(plan: PlanRecord) -> Table:
         ("model", plan.model),
         ("plan", plan.id),
         ("confirms", plan.confirms),
-        ("made", _format_time(plan.made_at)),
+        ("made (UTC)", _format_time(plan.made_at)),
         ("predicting took" if plan.predicted else "fit took", f"{plan.seconds:.1f} s"),
         ("autobatch", plan.version),
         ("fingerprint", plan.fingerprint),
@@ -153,11 +154,11 @@ def _spell_time(seconds: float) -> str:
     return f"{max(seconds, 0.1):.1f} s"
 
 
-def breakdown_table(plan: PlanRecord) -> Table:
-    """Return the parts of the budget, each with its symbol in a bar of text."""
-    parts = memory_parts(plan)
+def _part_table(plan: PlanRecord, parts: Sequence[Part]) -> Table:
     total = sum(part.size_bytes for part in parts)
-    rows = ((part.symbol, Bytes(part.size_bytes), f"{part.size_bytes / total:.1%}", part.about) for part in parts)
+    rows = (
+        (Symbol(part.symbol), Bytes(part.size_bytes), f"{part.size_bytes / total:.1%}", part.about) for part in parts
+    )
     note = f"In all {format_bytes(total)}{', the budget' if total == plan.budget_bytes else ''}."
     return Table(("", "bytes", "share", "part"), tuple(rows), (note,))
 
@@ -173,19 +174,18 @@ def _curve_table(plan: PlanRecord, curve: MemoryCurve) -> Table:
 
 
 def _run_table(runs: Sequence[Run]) -> Table:
-    shown, left_out = ends(runs, "run")
-    ended = (f"Run {run.id} ended: {run.reason}" for run in shown if run.reason)
+    shown, left_out = ends([*enumerate(runs, 1)], "run")
+    ended = (f"Run {number} ended: {run.reason}" for number, run in shown if run.reason)
     silent = (  # a run that was killed could not say so
-        f"Run {run.id} was last written at {_format_time(run.last_seen_at)}; later steps are unknown."
-        for run in shown
+        f"Run {number} was last written at {_format_time(run.last_seen_at)}; later steps are unknown."
+        for number, run in shown
         if run.outcome == "running"
     )
     one_by_one = (f"Steps and setbacks: of the last {_MOST_RUNS} runs only.",) if len(runs) > _MOST_RUNS else ()
-    headings = ("run", "began", "steps", "retries", "peak", "outcome")
-    began = (_format_time(run.started_at).removesuffix(" UTC") or UNKNOWN for run in shown)
+    headings = ("run", "began (UTC)", "steps", "retries", "peak", "outcome")
     rows = (
-        (run.id, start, run.steps, run.retries, Bytes(run.peak_bytes), run.outcome)
-        for run, start in zip(shown, began, strict=True)
+        (number, _format_time(run.started_at) or UNKNOWN, run.steps, run.retries, Bytes(run.peak_bytes), run.outcome)
+        for number, run in shown
     )
     return Table(headings, tuple(rows), (*left_out, *ended, *silent, *one_by_one))
 
@@ -194,7 +194,18 @@ def _range_table(run: Run) -> Table:
     shown, left_out = ends(run.ranges, "range of steps", "ranges of steps")
     headings = ("steps", "micro-batch", "retries", "peak", "samples/s")
     note = "On a card these rates are of the time until the work was handed over: a runner waits for nothing."
-    return Table(headings, tuple(map(_range_row, shown)), (*left_out, note))
+    return Table(headings, tuple(map(_range_row, shown)), (*left_out, note, *_explain_peaks(run)))
+
+
+def _explain_peaks(run: Run) -> Iterator[str]:
+    """Yield the reason for a peak that is higher than that of larger micro-batches."""
+    by_size = sorted(run.ranges, key=lambda part: (part.micro_batch_size, part.peak_bytes))
+    for smaller, larger in pairwise(by_size):
+        is_smaller = smaller.micro_batch_size < larger.micro_batch_size
+        if smaller.retries and is_smaller and smaller.peak_bytes > larger.peak_bytes:
+            yield "The peak of a retried step includes its first attempt, which was larger than the micro-batch shown."
+            yield "That attempt ran out of memory where others had fitted: another process (a tenant) may hold memory."
+            return
 
 
 def _range_row(part: StepRange) -> tuple[Cell, ...]:
@@ -211,3 +222,56 @@ def _setback_table(run: Run) -> Table:
         for back in shown
     )
     return Table(headings, tuple(rows), left_out)
+
+
+def _rank_section(plan: PlanRecord) -> Section:
+    """Return a row for each rank: sizes, memory and time in the plan."""
+    shown, left_out = ends(plan.ranks, "rank")
+    headings = ("rank", "samples", "micro-batches", "peak", "budget", "ms/step", "device")
+    notes = _name_slowest([one.seconds for one in plan.ranks], "is")
+    several_hosts = len({one.host for one in plan.ranks}) > 1
+    rows = tuple(_plan_row(one, with_host=several_hosts) for one in shown)
+    chart = rank_chart(plan) if any(one.peak_bytes or one.seconds for one in plan.ranks) else None
+    return Section("Ranks", chart=chart, table=Table(headings, rows, (*left_out, *notes)), planned=plan.rank)
+
+
+def _plan_row(one: RankPlan, *, with_host: bool) -> tuple[Cell, ...]:
+    device = f"{one.device} on {one.host}" if with_host and one.host else one.device
+    sizes = f"{one.accumulation_steps} x {one.micro_batch_size}"
+    return (one.rank, one.share, sizes, known(one.peak_bytes), known(one.budget_bytes), _in_ms(one.seconds), device)
+
+
+def _run_rank_section(name: str, run: Run) -> Section:
+    """Return a row for each rank: its totals in a run."""
+    shown, left_out = ends([*enumerate(run.ranks)], "rank")
+    headings = ("rank", "samples", "micro-batch", "retries", "peak", "ms/step")
+    seconds = [_seconds_of_a_step(one) for one in run.ranks]
+    advice = (f"{text[0].upper()}{text[1:]}." for text in advise_ranks([*map(_samples_of_a_step, run.ranks)], seconds))
+    rows = (
+        (rank, one.samples, one.micro_batch_size, one.retries, known(one.peak_bytes), _in_ms(seconds[rank]))
+        for rank, one in shown
+    )
+    notes = (*left_out, *_name_slowest(seconds, "was"), *advice)
+    return Section(f"{name}: ranks", table=Table(headings, tuple(rows), notes))
+
+
+def _seconds_of_a_step(one: RankTotal) -> float:
+    return one.seconds / one.steps if one.steps else 0.0
+
+
+def _samples_of_a_step(one: RankTotal) -> int:
+    return round(one.samples / one.steps) if one.steps else 0
+
+
+def _name_slowest(seconds: Sequence[float], verb: str) -> Iterator[str]:
+    slowest = find_slowest(seconds)
+    if slowest is not None:
+        others = (sum(seconds) - seconds[slowest]) / (len(seconds) - 1)
+        who = f"the others {format_seconds(others)} on average"
+        if len(seconds) == 2:
+            who = f"rank {1 - slowest} {format_seconds(others)}"
+        yield f"The slowest {verb} rank {slowest}: {format_seconds(seconds[slowest])} a step by itself, {who}."
+
+
+def _in_ms(seconds: float) -> Cell:
+    return 1000 * seconds if seconds > SHORTEST else UNKNOWN

@@ -19,7 +19,10 @@ def summarise_plan(plan: PlanRecord) -> str:
     """``autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 18.7 of 21.6 GiB; 3 trials, 0 out of memory, 1.2 s``."""
     where = f"{describe_division(plan)} on {plan.device.name}"
     trials = f"{plural(len(plan.trials), 'trial')}, {plan.out_of_memory_trials} out of memory"
-    return f"autobatch: {where}; {_peak(plan)}; {'nothing was run' if plan.predicted else trials}, {plan.seconds:.1f} s"
+    peak = f"peak {share_of(plan.peak_bytes, plan.budget_bytes)}" if plan.peak_bytes else "peak not measured"
+    if plan.predicted:
+        peak = f"predicted {peak} beside CUDA's own"
+    return f"autobatch: {where}; {peak}; {'nothing was run' if plan.predicted else trials}, {plan.seconds:.1f} s"
 
 
 def describe_division(plan: PlanRecord) -> str:
@@ -55,13 +58,10 @@ def show_plan(plan: PlanRecord, runs: Sequence[Run] = (), width: int = _WIDTH) -
     return "\n".join(part for line in lines for part in _wrap(line, width))
 
 
-def _peak(plan: PlanRecord) -> str:
-    if not plan.peak_bytes:
-        return "peak not measured"
-    peak, budget = format_bytes(plan.peak_bytes), format_bytes(plan.budget_bytes)
-    if peak.split()[1:] == budget.split()[1:]:
-        peak = peak.split()[0]
-    return f"predicted peak {peak} of {budget} beside CUDA's own" if plan.predicted else f"peak {peak} of {budget}"
+def share_of(peak_bytes: int, budget_bytes: int) -> str:
+    """Return ``18.7 of 21.6 GiB``."""
+    peak, budget = format_bytes(peak_bytes), format_bytes(budget_bytes)
+    return f"{peak.split()[0] if peak.split()[1] == budget.split()[1] else peak} of {budget}"
 
 
 def _show_sections(sections: Iterable[Section], width: int = _WIDTH) -> Iterator[str]:

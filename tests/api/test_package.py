@@ -104,7 +104,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "autobatch/py.typed",
         "autobatch/prediction/cards.csv",
         "autobatch/prediction/contexts.csv",
-        "autobatch/report/templates/fragment.html",
+        "autobatch/report/templates/notebook.html",
         "autobatch/report/templates/style.css",
     } <= here
     assert any(name.endswith("/LICENSE") for name in metadata)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
@@ -202,7 +200,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         assert len(dict(attrs)) == len(attrs), f"an attribute twice in <{tag}>"
         self.builder.start(tag, dict(attrs))
-        if tag == "meta":
+        if tag == "meta":  # the only one here without an end
             self.builder.end(tag)
         else:
             self.open.append(tag)
@@ -214,44 +212,7 @@ class Page(HTMLParser):
     def handle_data(self, data):
         self.builder.data(data)
 
-    def charts(self):
-        """The pictures by their titles."""
-        return {svg.find("title").text: svg for svg in self.root.iter("svg") if svg.get("role") == "img"}
-
     def table(self, name):
         """The rows of a table: lists of cells."""
         (found,) = [table for table in self.root.iter("table") if table.get("aria-label") == name]
         return [list(row) for row in found.find("tbody")]
-
-
-def with_class(svg, *wanted):
-    """The elements of a picture that have all these classes."""
-    return [element for element in svg.iter() if set(wanted) <= set(element.get("class", "").split())]
-
-
-def centre(mark):
-    """Where a circle, cross or triangle is."""
-    if mark.tag == "circle":
-        return float(mark.get("cx")), float(mark.get("cy"))
-    x, y = map(float, re.match(r"M(\S+) (\S+)", mark.get("d")).groups())
-    if "z" not in mark.get("d"):
-        return x + 5, y + 5
-    height = -float(re.search(r"l-5.5 (\S+) z", mark.get("d")).group(1))
-    return x + 5.5, y - height / 2
-
-
-def read_axis(svg, way):
-    """From values to positions, as the labels of one axis say it: ``"across"`` or ``"upward"``."""
-    axis = [text for text in svg.iter("text") if text.get(f"data-{way}")]
-    first, last = axis[0], axis[-1]
-    values = [float(text.get(f"data-{way}")) for text in (first, last)]
-    places = [float(text.get("x")) if way == "across" else float(text.get("y")) - 4.5 for text in (first, last)]
-    names = [text.text for text in svg.iter("text") if "soft" in text.get("class", "") and "scale)" in text.text]
-    logarithmic = any(name.startswith("samples in") == (way == "across") for name in names)
-    shape = math.log if logarithmic else float
-
-    def place(value):
-        part = (shape(value) - shape(values[0])) / (shape(values[1]) - shape(values[0]))
-        return places[0] + part * (places[1] - places[0])
-
-    return place

@@ -69,7 +69,20 @@ def test_it_shows_the_numbers_of_the_text(prediction):
     for change in prediction.changes:
         assert any(change.name in text for text in texts)
     assert any("H100-80GB; also H100-94GB" in text for text in texts)
-    assert re.search(r"peak [\d.]+ [KMG]iB of", texts[1])
+    assert any(re.fullmatch(r"[\d.]+ ([KMG]iB )?of [\d.]+ GiB", text) for text in texts)
+
+
+@pytest.mark.parametrize("kind", ["peak", "memory"])
+def test_it_can_be_drawn(prediction, kind):
+    """On the user's Axes; the bar is as long as the card's memory, and what is held is in it."""
+    ax = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    assert prediction.plot(kind, ax) is ax
+    if kind == "memory":
+        lengths = [bar.get_width() for bar in ax.patches]
+        assert sum(lengths) == prediction.gpu.total_bytes
+        assert [part.byte_count for part in prediction.breakdown] == lengths[: len(prediction.breakdown)]
+    else:
+        assert ax.get_title("right").startswith(f"{prediction.micro_batch_size} samples: ")
 
 
 def test_the_plans_size_stands_out_among_the_sizes(prediction):
