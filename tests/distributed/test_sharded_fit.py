@@ -219,30 +219,14 @@ def test_nothing_fits_where_it_does_not_fit_one_rank():
 
 
 REFUSALS = {
-    "speed": (
-        "share='speed' needs DistributedDataParallel: with sharded parameters ranks wait for each other in each "
-        "micro-batch; pass share='equal', or a number of samples for each rank"
-    ),
-    "scaler": (
-        "scaler= is not supported where parameters are sharded: train in bfloat16, as with "
-        "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
-    ),
-    "a part": (
-        "fully_shard was called on modules inside Sequential and not on the whole model: call fully_shard(model) last"
-    ),
-    "ignored": (
-        "the parameter 0.weight is not sharded (ignored_params=), so its gradient is not summed over the ranks: do "
-        "not ignore it"
-    ),
-    "unsynced": "gradients are not summed over the ranks: call model.set_requires_gradient_sync(True) before",
-    "uneven": (
-        "the modules divide gradients by different factors: call set_gradient_divide_factor() with the same on each"
-    ),
-    "hybrid": (
-        "the parameter 0.weight is sharded over a mesh of 2 dimensions (HSDP or tensor parallelism), which is not "
-        "supported: call fully_shard() with a mesh of one dimension"
-    ),
-    "offloaded": "fully_shard(offload_policy=CPUOffloadPolicy()) is not supported: leave it out",
+    "speed": ["share='speed'", "DistributedDataParallel", "share='equal'"],
+    "scaler": ["scaler=", "bfloat16"],
+    "a part": ["Sequential", "fully_shard(model)"],
+    "ignored": ["0.weight", "ignored_params="],
+    "unsynced": ["set_requires_gradient_sync(True)"],
+    "uneven": ["set_gradient_divide_factor()"],
+    "hybrid": ["0.weight", "2 dimensions"],
+    "offloaded": ["offload_policy=CPUOffloadPolicy()"],
 }
 
 
@@ -255,7 +239,11 @@ def test_a_module_that_is_sharded_over_other_ranks_is_refused():
         )
 
 
-@pytest.mark.parametrize(("name", "text"), REFUSALS.items())
-def test_what_cannot_be_done_is_refused_on_every_rank(name, text):
+@pytest.mark.parametrize(("name", "named"), REFUSALS.items())
+def test_what_cannot_be_done_is_refused_on_every_rank(name, named):
     """At once, in the same words."""
-    assert results_of(name) == [f"InvalidArgument: {text}"] * 2
+    first, second = results_of(name)
+    assert first == second
+    assert first.startswith("InvalidArgument: ")
+    assert [text for text in named if text not in first] == []
+    assert len(first.splitlines()) == 1
