@@ -53,15 +53,16 @@ def charts(prediction: PredictionRecord) -> dict[str, Chart]:
     total, size = prediction.gpu.total_bytes, prediction.judged_size
     held, name = prediction.peak_bytes - prediction.context_bytes, "the plan" if prediction.plan else "does not fit"
     limit, budget = (round(part) - prediction.context_bytes for part in (total / (1 + prediction.margin), total))
-    peaks = Peaks(prediction.curve, (), budget, limit, size, held, prediction.share, name)
+    points = [(point.size, point.reserved) for point in prediction.points]
+    peaks = Peaks(prediction.curve, (), budget, limit, size, held, prediction.share, name, points)
     colors = cycle(("blue", "violet", "orange", "green", "amber", "soft"))
     left = max(total - prediction.peak_bytes, 0)
     margin = min(round(prediction.peak_bytes * prediction.margin), left)
     parts = [
-        *(breakdown.Part(next(colors), "", part.byte_count, part.name) for part in prediction.breakdown),
-        breakdown.Part("axis", "", prediction.context_bytes, "CUDA's own, outside the allocator"),
-        breakdown.Part("headroom", "", margin, "the margin: left free on purpose"),
-        breakdown.Part("free", "", left - margin, "free: not needed at this size"),
+        *(breakdown.Part(next(colors), part.byte_count, part.name) for part in prediction.breakdown),
+        breakdown.Part("axis", prediction.context_bytes, "CUDA's own, outside the allocator"),
+        breakdown.Part("headroom", margin, "the margin: left free on purpose"),
+        breakdown.Part("free", left - margin, "free: not needed at this size"),
     ]
     return {
         "peak": Chart(partial(draw_peaks, peaks)),

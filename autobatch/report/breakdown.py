@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from autobatch._formatting import format_bytes
@@ -10,14 +9,11 @@ from autobatch.planning.curve import ran
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import Trial
 
-_BAR_CELLS = 72
-
 
 class Part(NamedTuple):
-    """A share of the budget: a word, a character for a bar of text, more than 0 bytes, and a description."""
+    """A share of the budget: a word, more than 0 bytes, and a description."""
 
     key: str
-    symbol: str
     size_bytes: int
     about: str
 
@@ -39,7 +35,7 @@ def memory_parts(plan: PlanRecord) -> tuple[Part, ...]:
     They add up to the budget, or to the peak if that is larger or the budget is unknown.
     """
     trial = chosen_trial(plan)
-    used: tuple[Part, ...] = (Part("peak", "#", plan.peak_bytes, "peak: predicted, nothing was run at this size"),)
+    used: tuple[Part, ...] = (Part("peak", plan.peak_bytes, "peak: predicted, nothing was run at this size"),)
     if trial is not None and held_bytes(trial):
         used = _parts_of_trial(trial, plan)
     peak = sum(part.size_bytes for part in used)
@@ -48,28 +44,10 @@ def memory_parts(plan: PlanRecord) -> tuple[Part, ...]:
     left = plan.budget_bytes - within - headroom
     parts = (
         *used,
-        Part("free", ".", left, "free: within the limit, not needed at this size"),
-        Part("headroom", "-", headroom, "headroom: left free on purpose"),
+        Part("free", left, "free: within the limit, not needed at this size"),
+        Part("headroom", headroom, "headroom: left free on purpose"),
     )
     return tuple(part for part in parts if part.size_bytes > 0)
-
-
-def draw_bar(parts: Sequence[Part]) -> str:
-    """Return a bar with characters of each part in proportion."""
-    cells = apportion([part.size_bytes for part in parts], _BAR_CELLS)
-    return f"[{''.join(part.symbol * count for part, count in zip(parts, cells, strict=True))}]"
-
-
-def apportion(counts: Sequence[int], cells: int) -> tuple[int, ...]:
-    """Divide cells in proportion to the counts, by largest remainders: ``((1, 1, 2), 8)`` -> ``(2, 2, 4)``."""
-    total = sum(counts)
-    if not total:
-        return (0,) * len(counts)
-    whole = [count * cells // total for count in counts]
-    by_remainder = sorted(range(len(counts)), key=lambda index: -(counts[index] * cells % total))
-    for index in by_remainder[: cells - sum(whole)]:
-        whole[index] += 1
-    return tuple(whole)
 
 
 def _parts_of_trial(trial: Trial, plan: PlanRecord) -> tuple[Part, ...]:
@@ -85,8 +63,8 @@ def _parts_of_trial(trial: Trial, plan: PlanRecord) -> tuple[Part, ...]:
     growing = tensors - trial.resident_bytes - beyond
     resident = f"resident: parameters, buffers, optimizer state{state}, the batch"
     return (
-        Part("resident", "#", trial.resident_bytes, resident),
-        Part("passes", "+", growing, "on top in forward and backward: gradients, activations, temporaries"),
-        Part("update", "*", beyond, f"more than that in the optimizer's step{peak}"),
-        Part("unused", "~", held_bytes(trial) - tensors, "held by the allocator, in no tensor"),
+        Part("resident", trial.resident_bytes, resident),
+        Part("passes", growing, "on top in forward and backward: gradients, activations, temporaries"),
+        Part("update", beyond, f"more than that in the optimizer's step{peak}"),
+        Part("unused", held_bytes(trial) - tensors, "held by the allocator, in no tensor"),
     )

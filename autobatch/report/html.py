@@ -17,11 +17,11 @@ from autobatch._formatting import plural
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.report.pictures import COLORS, PALETTE, TOOLTIP, WIDTH
-from autobatch.report.sections import Chart, Section, Symbol, format_cell, number_columns
+from autobatch.report.sections import Chart, Section, format_cell, number_columns
 from autobatch.report.tables import plan_sections, run_sections
 from autobatch.report.text import describe_division, share_of
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # matplotlib 3.11 types each name, 3.10 does not
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "autobatch",  # the same picture has the same bytes
     "font.size": 12,
@@ -29,7 +29,6 @@ _STYLE: dict[str, Any] = {
     "axes.labelcolor": COLORS["soft"],
     "axes.edgecolor": COLORS["axis"],
     "axes.linewidth": 1,
-    "grid.color": COLORS["grid"],
     "xtick.labelcolor": COLORS["soft"],
     "ytick.labelcolor": COLORS["soft"],
     "xtick.color": COLORS["axis"],
@@ -97,7 +96,6 @@ def _environment() -> Environment:
         ),
     )
     environment.filters |= {"format_cell": format_cell, "picture": render_svg}
-    environment.tests["symbol"] = lambda cell: isinstance(cell, Symbol)
     environment.globals |= {"number_columns": number_columns, "palette": PALETTE}
     return environment
 

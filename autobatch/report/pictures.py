@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from autobatch._bounds import SHORTEST
 from autobatch._formatting import format_bytes, plural
@@ -58,7 +58,10 @@ TOOLTIP = "title: "
 
 
 class Peaks(NamedTuple):
-    """Numbers of a chart of peaks; ``size`` and ``peak_bytes`` get a ring, which means ``name``."""
+    """Numbers of a chart of peaks; ``size`` and ``peak_bytes`` get a ring, which means ``name``.
+
+    ``points`` are sizes with predicted bytes, which are drawn in place of the curve.
+    """
 
     curve: MemoryCurve | None
     trials: Sequence[Trial]
@@ -68,12 +71,13 @@ class Peaks(NamedTuple):
     peak_bytes: int
     share: int
     name: str = "the plan"
+    points: Sequence[tuple[int, int]] = ()
 
 
 def plot(charts: Mapping[str, Chart], kind: str, ax: Axes | None) -> Axes:
     """Draw the chart of this kind on the given Axes, or on those of a new figure."""
     if kind not in charts:
-        raise InvalidArgument(f"plot({kind!r}): pass {' or '.join(map(repr, charts))}")
+        raise InvalidArgument(f"plot({kind!r}): pass 'peak' or 'memory'")
     chart = charts[kind]
     if ax is None:
         try:
@@ -108,7 +112,11 @@ def draw_peaks(peaks: Peaks, ax: Axes) -> None:
         _draw_border(ax, "budget", peaks.budget_bytes, "red", is_above=True)
     if peaks.limit_bytes < peaks.budget_bytes:
         _draw_border(ax, "limit", peaks.limit_bytes, "amber", is_above=False)
-    if peaks.curve is not None:
+    if peaks.points:
+        drawn = [(size, peak) for size, peak in peaks.points if size <= largest and peak <= top]
+        sizes, held = [size for size, _ in drawn], [peak for _, peak in drawn]
+        ax.plot(sizes, held, ".:", color=COLORS["blue"], label="predicted")
+    elif peaks.curve is not None:
         _draw_curve(ax, peaks.curve, peaks, largest, top)
     _draw_marks(ax, peaks.trials, held_bytes, format_bytes)
     if peaks.peak_bytes:
@@ -295,12 +303,12 @@ def _set_sizes(ax: Axes, sizes: Sequence[int]) -> None:
 
 def _style(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(axis="y", linewidth=0.75)
+    ax.grid(axis="y", linewidth=0.75, color=COLORS["axis"], alpha=0.3)
     ax.set_axisbelow(True)
     ax.tick_params(axis="y", length=0)
 
 
-def _set_scale(ax: Axes, axis: str, values: Sequence[float], margin: float) -> None:
+def _set_scale(ax: Axes, axis: Literal["x", "y"], values: Sequence[float], margin: float) -> None:
     """Choose limits within which all positive values are distinct: logarithmic if they are far apart, else from 0."""
     positive = [value for value in values if value > 0] or [1.0]
     low, high = min(positive), max(positive)

@@ -22,12 +22,6 @@ class Bytes(int):
     """A number of bytes: a cell that is shown with a unit."""
 
 
-class Symbol(str):
-    """A cell that names a part in the bar of a text; HTML leaves it out."""
-
-    __slots__ = ()
-
-
 Cell = str | int | float
 
 
@@ -47,10 +41,9 @@ class Chart(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A heading and the parts beneath it: HTML has the chart, text the bar."""
+    """A heading and the parts beneath it; a text has no chart."""
 
     title: str
-    bar: str = ""
     chart: Chart | None = None
     table: Table | None = None
     planned: int | None = None  # rows that begin with this number are the plan's own

@@ -15,9 +15,9 @@ from autobatch.planning.curve import MemoryCurve, ran
 from autobatch.planning.plan_record import PlanRecord, RankPlan
 from autobatch.planning.shares import find_slowest
 from autobatch.report.advice import advise, advise_ranks, tenant_lines
-from autobatch.report.breakdown import Part, chosen_trial, draw_bar, memory_parts
+from autobatch.report.breakdown import Part, chosen_trial, memory_parts
 from autobatch.report.pictures import draw_peaks, draw_run, draw_speeds, part_chart, plan_peaks, rank_chart
-from autobatch.report.sections import UNKNOWN, Bytes, Cell, Chart, Section, Symbol, Table, ends, format_seconds, known
+from autobatch.report.sections import UNKNOWN, Bytes, Cell, Chart, Section, Table, ends, format_seconds, known
 
 _MOST_RUNS = 4
 """Number of the newest runs that are shown with their steps."""
@@ -33,14 +33,14 @@ def plan_sections(plan: PlanRecord) -> Iterator[Section]:
         yield _rank_section(plan)
     yield Section("Budget", table=_budget_table(plan), lines=list(tenant_lines(plan.device)))
     if plan.curve is not None:
-        chart = Chart(partial(draw_peaks, plan_peaks(plan)))
-        yield Section("Memory curve", chart=chart, table=_curve_table(plan, plan.curve), planned=size)
+        peaks = Chart(partial(draw_peaks, plan_peaks(plan)))
+        yield Section("Memory curve", chart=peaks, table=_curve_table(plan, plan.curve), planned=size)
     if plan.trials:
         is_timed = any(trial.samples_per_second for trial in plan.trials if ran(trial))
-        chart = Chart(partial(draw_speeds, plan)) if is_timed else None
-        yield Section("Trials", chart=chart, table=_trial_table(plan), planned=size)
+        speeds = Chart(partial(draw_speeds, plan)) if is_timed else None
+        yield Section("Trials", chart=speeds, table=_trial_table(plan), planned=size)
     if parts := memory_parts(plan):
-        yield Section("Where the memory goes", draw_bar(parts), part_chart(parts), _part_table(plan, parts))
+        yield Section("Where the memory goes", part_chart(parts), _part_table(plan, parts))
     if plan.verdict is not None:
         yield Section("Is splitting exact?", lines=[f"{plan.verdict} ({plan.verdict.seconds:.1f} s)"])
     if advice := list(advise(plan)):
@@ -156,11 +156,9 @@ def _spell_time(seconds: float) -> str:
 
 def _part_table(plan: PlanRecord, parts: Sequence[Part]) -> Table:
     total = sum(part.size_bytes for part in parts)
-    rows = (
-        (Symbol(part.symbol), Bytes(part.size_bytes), f"{part.size_bytes / total:.1%}", part.about) for part in parts
-    )
+    rows = ((Bytes(part.size_bytes), f"{part.size_bytes / total:.1%}", part.about) for part in parts)
     note = f"In all {format_bytes(total)}{', the budget' if total == plan.budget_bytes else ''}."
-    return Table(("", "bytes", "share", "part"), tuple(rows), (note,))
+    return Table(("bytes", "share", "part"), tuple(rows), (note,))
 
 
 def _curve_table(plan: PlanRecord, curve: MemoryCurve) -> Table:

@@ -67,9 +67,8 @@ def share_of(peak_bytes: int, budget_bytes: int) -> str:
 def _show_sections(sections: Iterable[Section], width: int = _WIDTH) -> Iterator[str]:
     for section in sections:
         yield from ("", section.title)
-        for line in (section.bar, *_show_table(section.table, width), *section.lines, *section.items):
-            if line:
-                yield f"  {line}"
+        for line in (*_show_table(section.table, width), *section.lines, *section.items):
+            yield f"  {line}"
 
 
 def _show_table(table: Table | None, width: int) -> Iterator[str]:

@@ -77,7 +77,7 @@ def test_a_notebook_shows_a_plan_in_its_own_corner():
     shown = make_plan(model="<script>")._repr_html_()
     assert shown.startswith('<div class="autobatch-report">')
     assert "256 = 6 x 43 (two of 42)" in shown
-    assert shown.count('<svg role="img"') == 3
+    assert shown.count(' role="img"') == 3
     assert "&lt;script&gt;" in shown
     assert "<script" not in shown
     assert "<html" not in shown

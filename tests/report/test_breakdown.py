@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from report_cases import CASES, GIB, card_plan, make_plan, make_trial, plans
 
-from autobatch.report.breakdown import apportion, chosen_trial, held_bytes, memory_parts
+from autobatch.report.breakdown import chosen_trial, held_bytes, memory_parts
 
 
 @given(plans())
@@ -50,14 +49,3 @@ def test_what_was_only_predicted_is_one_part():
 def test_a_device_that_tells_nothing_has_no_parts(name):
     """No number is made up."""
     assert memory_parts(CASES[name]) == ()
-
-
-@given(counts=st.lists(st.integers(0, 2**38), max_size=7), cells=st.integers(1, 100))
-def test_cells_are_divided_in_proportion(counts, cells):
-    """All cells are given out, and none is off its share by one or more."""
-    given_out = apportion(counts, cells)
-    total = sum(counts)
-    assert sum(given_out) == (cells if total else 0)
-    assert all(
-        abs(mine * total - count * cells) < total for mine, count in zip(given_out, counts, strict=True) if total
-    )

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from report_cases import CASES, Page, card_plan, make_rank_run, make_run, plans
 
 from autobatch.report import html
-from autobatch.report.breakdown import memory_parts
 from autobatch.report.html import render_report
 from autobatch.report.text import explain_plan, show_plan
 
@@ -79,19 +78,6 @@ def test_long_words_are_broken():
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.count("Q") == 300
     assert shown.count("w") >= 500
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(plans())
-def test_the_bar_is_of_the_parts(plan):
-    """As many characters as the bar has, in the order of the parts; none is off by one or more."""
-    (bar,) = re.findall(r"^  \[(.*)\]$", show_plan(plan), flags=re.MULTILINE)
-    parts = memory_parts(plan)
-    total = sum(part.size_bytes for part in parts)
-    assert len(bar) == 72
-    assert bar == "".join(part.symbol * bar.count(part.symbol) for part in parts)
-    for part in parts:
-        assert abs(bar.count(part.symbol) * total - part.size_bytes * 72) < total
 
 
 def test_show_tells_what_explain_tells():
