@@ -28,7 +28,7 @@ from autobatch.prediction.child_process import run_apart
 
 # A deadline measures the machine, not the code. What is drawn depends on the seed alone, not on failures of earlier
 # runs in .hypothesis/.
-EXAMPLES = 300 if IN_PROOF else 30
+EXAMPLES = 200 if IN_PROOF else 20
 settings.register_profile(
     "seeded", max_examples=EXAMPLES, deadline=None, derandomize=False, print_blob=True, database=None
 )

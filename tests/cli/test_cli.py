@@ -436,15 +436,15 @@ def time_best(*arguments, **environment):
 RECORDS = "import pydantic\nclass Record(pydantic.BaseModel): size: int"
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_help_answers_at_once():
     """In less than four times what pydantic takes to start: a ratio, as this machine may be slow just now."""
     assert time_best("-m", "autobatch", "--help") < 4 * time_best("-c", RECORDS)
 
 
-@pytest.mark.parametrize(
-    "command", sample([["plans"], ["show", "plan.json"], ["devices"], ["doctor"]], 4), ids=" ".join
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["plans"], ["show", "plan.json"], ["devices"], ["doctor"]], ids=" ".join)
 def test_looking_takes_little_more_than_importing_pydantic(command, here, ask):
     """Less than six times as long, mostly for our records, typer and rich; with torch, twelve times and more."""
     ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
