@@ -87,7 +87,6 @@ class MemoryUsage(Record):
     peak_allocated: Bytes = 0
     peak_reserved: Bytes = 0
     alloc_retries: Count = 0
-    spilled: Bytes = 0  # since the last reset, from a full card to the host
 
 
 class Trial(Record):

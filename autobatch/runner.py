@@ -14,8 +14,7 @@ from autobatch._wrappers import is_accumulating
 from autobatch.batch.samples import Layout
 from autobatch.distributed.ranks import all_or_none, find_ranks
 from autobatch.errors import InvalidArgument
-from autobatch.fitting.fit import fit
-from autobatch.fitting.loader_sizes import ForRun
+from autobatch.fitting.fit import ForRun, fit
 from autobatch.fitting.options import (
     FitAndRunOptions,
     FitOptions,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autobatch._formatting import name_type, show_value
+from autobatch._formatting import name_type, plural, show_value
 from autobatch._wrappers import own_table
 from autobatch.batch.registry import as_index, find_type
 from autobatch.batch.rules import Leaf
@@ -41,25 +41,15 @@ CutFunction = Callable[[Any, int], Iterable[Any]]
 
 
 class MicroBatch(NamedTuple):
-    """Samples that run together.
-
-    Attributes:
-        batch: The batch that they are of.
-        rows: The row of each sample.
-        trim: The part of padded dimensions that is left; ``None`` where nothing is trimmed.
-        size: Number of samples.
-        scale: The least size with which ``divide`` makes such a micro-batch: ``size``, but for samples by length.
-        weights: Count of its samples in each term's mean; the name ``""`` is every term.
-        counts: Whether any term is a mean over something in it.
-    """
+    """Samples that run together."""
 
     batch: Layout
     rows: Rows
-    trim: Trim | None
+    trim: Trim | None  # the part of padded dimensions that is left
     size: int
-    scale: int
-    weights: Mapping[str, float]
-    counts: bool = True
+    scale: int  # the least size with which ``divide`` makes it: ``size``, but for samples by length
+    weights: Mapping[str, float]  # count of its samples in each term's mean; the name "" is every term
+    counts: bool = True  # whether any term is a mean over something in it
 
     def samples(self) -> Any:
         """Return its samples where they are, in new containers."""
@@ -85,19 +75,12 @@ class MicroBatch(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Lengths of the samples of a group, the longest first.
-
-    Attributes:
-        values: The length of each sample.
-        trims: For each sample, what is left of a micro-batch of which it is the longest; ``None``: all.
-        sizes: How many samples may run together, by length.
-        read: Reads the lengths of so many samples, by the user's function.
-    """
+    """Lengths of the samples of a group, the longest first."""
 
     values: Sequence[int]
-    trims: Sequence[Trim | None]
-    sizes: tuple[SizeAtLength, ...]
-    read: Callable[[Any, int], list[int]]
+    trims: Sequence[Trim | None]  # what is left of a micro-batch whose longest sample this is
+    sizes: tuple[SizeAtLength, ...]  # how many samples may run together, by length
+    read: Callable[[Any, int], list[int]]  # reads the lengths of so many samples, by the user's function
 
 
 class Group(NamedTuple):
@@ -113,15 +96,11 @@ Division = Callable[[Sequence[Layout], int], list[Group]]
 
 
 def divide(group: Group, largest: int, smallest: int = 1) -> list[MicroBatch]:
-    """Cut a group into the fewest micro-batches, of sizes as equal as possible.
+    """Cut a group into the fewest micro-batches of at most ``largest`` samples, of sizes as equal as possible.
 
-    Args:
-        group: The samples.
-        largest: The most samples of a micro-batch, exceeded only where the group cannot be cut otherwise without a
-            micro-batch below ``smallest``. For samples by length it is the most at the shortest length that was
-            tried, and in proportion at others (``planning.sizes_by_length``).
-        smallest: The fewest samples that the model can run. A smaller group is one micro-batch; its error is the
-            model's own.
+    ``smallest`` is the fewest samples that the model can run, and goes before ``largest``. A smaller group is one
+    micro-batch; its error is the model's own. For samples by length ``largest`` is the most at the shortest length that
+    was tried, and in proportion at others (``planning.sizes_by_length``).
     """
     batch, rows, lengths = group
     if lengths is None:
@@ -152,26 +131,16 @@ def number_rows(groups: Iterable[Group], micro_batches: Iterable[MicroBatch]) ->
     return tuple(tuple(firsts[id(part.batch)] + row for row in part.rows) for part in micro_batches)
 
 
-# -------------------------------------------------------------------------------------------------- equal micro-batches
-
-
 def cut_apart(layouts: Sequence[Layout], _: int = 0) -> list[Group]:
-    """Make each batch a group."""
     return [Group(layout, range(layout.count)) for layout in layouts]
 
 
 def cut_joined(layouts: Sequence[Layout], _: int = 0) -> list[Group]:
     """Make each run of batches that can be joined a group; the order of samples stays.
 
-    Batches are joined only where the batch of all their samples is known:
-
-    - They have the same containers with the same keys, and each list is read in the same way.
-    - Tensors have the same dtype, device and shape after the first dimension. So texts padded to the longest sample of
-      each batch are joined only if these lengths agree.
-    - Values that all samples share are None, texts or truth values, and equal. Numbers and scalar tensors may count the
-      samples of their own batch.
-    - Nothing else is in them. Registered types have no function that joins two, and subclasses of tensors and arrays
-      may hold more than their values.
+    They have the same containers and keys, and tensors of one dtype, device and shape after the first dimension. What
+    all samples share is equal and no number, which may count the samples of its batch. Registered types and subclasses
+    of tensors and arrays are not joined.
     """
     runs: list[list[Layout]] = []
     for layout in layouts:
@@ -201,7 +170,6 @@ class _Joined(Layout):
 
 
 def _join(leaf: Leaf, parts: Sequence[Any]) -> Any:
-    """Make one part of several."""
     if len(parts) == 1 or leaf.kind == "shared":
         return parts[0]
     if is_sequence(leaf.value):
@@ -213,18 +181,16 @@ def _join(leaf: Leaf, parts: Sequence[Any]) -> Any:
 
 
 def _can_join(one: Layout, other: Layout) -> bool:
-    pairs = list(zip(one.containers, other.containers, strict=False))
     return (
         len(one.containers) == len(other.containers)
-        and all(mine is its is None or _have_same_type(mine, its) for mine, its in pairs)
-        and all(_are_alike(mine, its) for mine, its in zip(one.leaves, other.leaves, strict=True))
+        and all(map(_have_same_type, one.containers, other.containers))
+        and all(map(_are_alike, one.leaves, other.leaves))
     )
 
 
 def _have_same_type(mine: tuple[Any, int] | None, its: tuple[Any, int] | None) -> bool:
-    """Return whether both are containers of one type, a known one, with as many entries."""
     if mine is None or its is None:
-        return False
+        return mine is its
     (one, size), (other, number) = mine, its
     return type(one) is type(other) and size == number and _holds_no_more(one) and _holds_no_more(other)
 
@@ -256,15 +222,8 @@ def _are_alike(mine: Leaf, its: Leaf) -> bool:
     return has_no_more and (one.device, one.requires_grad) == (other.device, other.requires_grad)
 
 
-# ------------------------------------------------------------------------------------------------- the user's own cut
-
-
 def cut_as_given(cut: CutFunction, layouts: Sequence[Layout], largest: int) -> list[Group]:
-    """Make the groups into which a user's function divides each batch; empty ones are left out.
-
-    Raises:
-        InvalidArgument: It gave a sample twice, left one out, returned something else, or wrote into the batch.
-    """
+    """Make the groups into which a user's function divides each batch; raise InvalidArgument if a sample is lost."""
     groups = []
     for layout in layouts:
         returned = call_read_only("cut", cut, layout.batch, largest, called_by="autobatch.Runner")
@@ -297,15 +256,9 @@ def _read_group(group: Any, count: int) -> list[int]:
 
 def _check_each_once(groups: Sequence[Sequence[int]], count: int) -> None:
     times = Counter(row for rows in groups for row in rows)
-    twice = next((row for row, number in times.items() if number > 1), None)
-    if twice is not None:
+    wrong = next((row for row in range(count) if times[row] != 1), None)
+    if wrong is not None:
         raise InvalidArgument(
-            f"cut() gave sample {twice} twice: each sample of the batch belongs to one group, or the gradient would be "
-            f"that of another batch"
-        )
-    if len(times) < count:
-        lost = next(row for row in range(count) if row not in times)
-        raise InvalidArgument(
-            f"cut() left out {count - len(times)} of {count} samples, such as sample {lost}: each sample of the batch "
-            f"belongs to one group, or the gradient would be that of another batch"
+            f"cut() gave sample {wrong} {plural(times[wrong], 'time')}: each of the batch's {count} samples belongs to "
+            f"one group, or the gradient would be that of another batch"
         )

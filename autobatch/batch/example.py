@@ -45,36 +45,25 @@ _LENGTHS = (
 )  # fmt: skip
 _LONGEST = 8192  # a greater length is what positions allow (Llama: 131072), not what anybody trains with
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_OVER_MORE_THAN_FEATURES = (*_CONVOLUTIONS, nn.RNNBase, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
-
-_FEATURES = {nn.Linear: "in_features", nn.RNNBase: "input_size", nn.MultiheadAttention: "embed_dim"}
-
-# What a convolution leaves open, by its dimensions, and sizes of the usual order to start from.
-_CONVOLVED = (("length", (1000,)), ("height and width", (224, 224)), ("depth, height and width", (16, 112, 112)))
+_MIXES_MORE_THAN_FEATURES = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.RNNBase, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag,
+)  # fmt: skip
 
 
 class Example(NamedTuple):
-    """The samples of the trials, and warnings about their origin.
-
-    ``with_smallest`` has the smallest sample of a dataset before them: it may have nothing to count. It is ``None`` for
-    a given batch, and for samples of one size.
-    """
+    """The samples of the trials, and warnings about their origin."""
 
     layout: Layout
     warnings: tuple[str, ...] = ()
+    # With the smallest sample of a dataset before them: it may have nothing to count.
     with_smallest: Layout | None = None
 
 
 def find_example(
     model: nn.Module, batch: Any | None, most: int, lengths: ByLength | None = None, *, has_own_step: bool = False
 ) -> Example:
-    """Return a given batch, about ``most`` samples of a Dataset or DataLoader, or a batch inferred from the model.
-
-    Raises:
-        NeedsBatch: No batch is given, and the model does not show its input or the user's own step takes it.
-        InvalidArgument: The batch cannot be counted.
-    """
+    """Return a given batch, about ``most`` samples of a Dataset or DataLoader, or a batch inferred from the model."""
     if batch is None and has_own_step:
         raise NeedsBatch(
             f"no batch= was given, and what your step() takes cannot be read from {_name(unwrap_model(model))}: pass "
@@ -94,9 +83,6 @@ def find_example(
     return Example(layout.part(range(count)), warnings, layout.part([count, *range(count)]))
 
 
-# ------------------------------------------------------------------------------------ the largest samples of a source
-
-
 def is_source(batch: Any) -> bool:
     """Return whether it is a ``Dataset`` or ``DataLoader`` to draw samples from, and no batch.
 
@@ -110,12 +96,10 @@ def is_source(batch: Any) -> bool:
 def count_dataset(batch: Any) -> int:
     """Count the samples of a dataset, also in a loader; 0 for a stream and for a batch."""
     dataset = getattr(batch, "dataset", None) if isinstance(batch, DataLoader) else batch
-    if not is_source(batch) or isinstance(dataset, IterableDataset):
-        return 0
-    try:
-        return len(dataset)  # type: ignore[arg-type]
-    except TypeError:
-        return 0
+    if is_source(batch) and not isinstance(dataset, IterableDataset):
+        with suppress(Exception):  # of the user's __len__
+            return len(dataset)  # type: ignore[arg-type]
+    return 0
 
 
 def choose_samples(
@@ -129,15 +113,12 @@ def choose_samples(
 ) -> tuple[Layout, str | None, bool]:
     """Return the ``count`` largest samples in one batch, a note on the search, and whether the smallest was added.
 
-    With ``lengths`` half of them are the longest, and the others have all shorter lengths. Without ``lengths`` the
-    smallest sample is the last one: it may have nothing to count, as an image without a box.
+    With ``lengths`` half of them are the longest, and the others have all shorter lengths. Otherwise the smallest
+    sample is the last one: it may have nothing to count, as an image without a box.
 
     A map-style dataset is looked at evenly: ``scan_limit`` samples, and none after ``time_limit`` seconds. A stream
     gives one batch, since training may not get what was read. A loader of whole batches (``batch_size=None``) gives the
     one with most elements a sample. Each sample is fetched once: a random one differs the next time.
-
-    Raises:
-        InvalidArgument: The dataset is empty or has no length.
     """
     opened = _Source(source, lengths=lengths)
     if isinstance(source, DataLoader):
@@ -178,7 +159,6 @@ class _Source:
     lengths: ByLength | None = None
 
     def keys(self) -> Sequence[Any]:
-        """List the keys of a map-style dataset."""
         if isinstance(self.sampler, SubsetRandomSampler):
             return self.sampler.indices
         if self.gives_batches and isinstance(self.sampler, BatchSampler):
@@ -192,10 +172,7 @@ class _Source:
             raise InvalidArgument(f"{name} has no length, so no samples can be chosen from it: pass a batch") from error
 
     def rank(self, entries: Iterable[Any], count: int, time_limit: float) -> tuple[list[Any], list[Any], int]:
-        """Return the largest entries, largest first; the smallest, if it is smaller; and how many were looked at.
-
-        If lengths are known, half of them are shorter ones: the longest of each class of lengths.
-        """
+        """Return the largest entries, largest first; the smallest, if it is smaller; and how many were looked at."""
         deadline, seen = time.monotonic() + time_limit, 0
         extremes = dict[int, tuple[Any, Any]]()  # the longest of each class; without lengths the smallest of all
 
@@ -247,12 +224,10 @@ class _Source:
 
 
 def _class_of(length: int) -> int:
-    """Return a number that ascends with the length."""
     return round(_CLASSES_PER_HALF * math.log2(length)) if length else -1
 
 
 def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:
-    """Return how its lists are read, if it has that many samples."""
     try:
         layout = describe(batch, samples=samples)
     except InvalidArgument:
@@ -268,17 +243,11 @@ def _spread(length: int, most: int) -> Iterator[int]:
     return itertools.islice(itertools.chain([0, length - 1][:length], inside), most)
 
 
-# ------------------------------------------------------------------------------------------ inferred from the model
-
-
 def infer_example(model: nn.Module) -> Any:
     """Return a batch of one sample on the model's device, its floats in the model's dtype.
 
     It is the first sample of ``example_input_array``. Or it is zeros: ``(1, *input_size)`` for a model of timm,
     ``(1, in_features)`` for a first ``Linear``. Or it is token numbers, ``(1, length)``, for a first ``Embedding``.
-
-    Raises:
-        NeedsBatch: The model has none of them; the message names the layer and the size that stays open.
     """
     inner = unwrap_model(model)
     example = getattr(inner, "example_input_array", None)
@@ -315,34 +284,29 @@ def _image_of(model: nn.Module) -> torch.Tensor | None:
 
 
 def _input_of_first_layer(model: nn.Module) -> torch.Tensor:
-    found = next(((name, layer) for name, layer in model.named_modules() if _takes_input(layer)), None)
-    if found is None:
+    layers = ((name, layer) for name, layer in model.named_modules() if _takes_input(layer))
+    name, layer = next(layers, ("", None))
+    if layer is None:
         raise NeedsBatch(f"{_name(model)} has no layer with parameters that shows its input: pass an example as batch=")
-    name, layer = found
-    required = _required_arguments(model)
+    parameters: Iterable[inspect.Parameter] = ()
+    with suppress(TypeError, ValueError):  # a scripted forward shows no signature
+        parameters = inspect.signature(model.forward).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
     if len(required) > 1:
         raise NeedsBatch(f"{_name(model)}.forward needs {', '.join(required)}: pass an example of them as batch=")
     if isinstance(layer, nn.Embedding):
         return _tokens(model, name, layer)
-    vectors_only = not any(isinstance(module, _OVER_MORE_THAN_FEATURES) for module in model.modules())
+    vectors_only = not any(isinstance(module, _MIXES_MORE_THAN_FEATURES) for module in model.modules())
     if isinstance(layer, nn.Linear) and layer.in_features > 0 and vectors_only:
         return torch.zeros(1, layer.in_features)
     raise _stays_open(model, name, layer)
 
 
 def _takes_input(layer: nn.Module) -> bool:
-    """Return whether it is a layer; one of torch's own is, also if parametrizations made children of its parameters."""
     has_own = next(layer.children(), None) is None and next(layer.parameters(recurse=False), None) is not None
-    return has_own or isinstance(layer, (nn.Linear, *_OVER_MORE_THAN_FEATURES))
-
-
-def _required_arguments(model: nn.Module) -> list[str]:
-    try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):  # a scripted forward shows no signature
-        return []
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+    # Parametrizations make children of a layer's parameters.
+    return has_own or isinstance(layer, (nn.Linear, *_MIXES_MORE_THAN_FEATURES))
 
 
 def _tokens(model: nn.Module, name: str, layer: nn.Embedding) -> torch.Tensor:
@@ -368,24 +332,11 @@ def _tokens(model: nn.Module, name: str, layer: nn.Embedding) -> torch.Tensor:
 
 
 def _stays_open(model: nn.Module, name: str, layer: nn.Module) -> NeedsBatch:
-    """Make an error with the sizes that the layer fixes, those that it leaves open, and a batch to paste and adapt."""
     kind = type(layer).__name__
-    features = next((getattr(layer, size) for of, size in _FEATURES.items() if isinstance(layer, of)), 0)
-    if isinstance(layer, _CONVOLUTIONS):
-        size, usual = _CONVOLVED[len(layer.kernel_size) - 1]
-        shape = ", ".join(map(str, (1, layer.in_channels, *usual)))
-        open_ = f"takes {layer.in_channels} channels and leaves {size} open: pass yours as batch=torch.zeros({shape})"
-    elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        open_ = "leaves the number of tokens open: pass yours as batch=torch.zeros(1, 512, dtype=torch.long)"
-    elif features:
-        turned = (
-            "" if getattr(layer, "batch_first", True) else " (samples first: let step transpose, batch_first is False)"
-        )
-        shape = f"torch.zeros(1, 100, {features}){turned}"
-        open_ = f"takes {features} features and leaves the number of steps open: pass yours as batch={shape}"
-    else:
-        open_ = "does not show the input's shape: pass an example as batch="
-    return NeedsBatch(f"{_name(model)}'s first layer, {f'{name} ({kind})' if name else kind}, {open_}")
+    return NeedsBatch(
+        f"{_name(model)}'s first layer, {f'{name} ({kind})' if name else kind}, does not show the input's shape: pass "
+        f"an example as batch=, such as next(iter(loader))"
+    )
 
 
 def _lookup(source: Any, name: str) -> Any:

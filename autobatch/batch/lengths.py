@@ -43,11 +43,7 @@ class ByLength:
 
 
 def read_by_length(cut: Any) -> ByLength | None:
-    """Return what was given as ``cut=`` if it is by length; ``None`` for a function of the user's, or none.
-
-    Raises:
-        InvalidArgument: It cannot be called.
-    """
+    """Return what was given as ``cut=`` if it is by length; ``None`` for a function of the user's, or none."""
     if cut is None or (callable(cut) and not isinstance(cut, ByLength)):
         return None
     if not isinstance(cut, ByLength):
@@ -97,26 +93,15 @@ def by_length(
 
 @dataclass(frozen=True)
 class PlannedLengths:
-    """Divides the batches of a runner by length, as its plan says.
-
-    Attributes:
-        cut: The user's.
-        sizes: How many samples may run together, by length.
-        padding: Dimensions and side of the padding.
-        trims_to_edges: Whether parts are trimmed to lengths that were tried, so that there are few shapes to compile.
-    """
+    """Divides the batches of a runner by length, as its plan says."""
 
     cut: ByLength
-    sizes: tuple[SizeAtLength, ...]
+    sizes: tuple[SizeAtLength, ...]  # how many samples may run together, by length
     padding: Padding
-    trims_to_edges: bool = False
+    trims_to_edges: bool = False  # to lengths that were tried, so that there are few shapes to compile
 
     def __call__(self, layouts: Sequence[Layout], largest: int = 0) -> list[Group]:
-        """Make each batch a group, its samples in order of their lengths.
-
-        Raises:
-            InvalidArgument: A length is none, or longer than every one that was tried.
-        """
+        """Make each batch a group, its samples in order of their lengths."""
         groups = []
         for layout in layouts:
             values, longest = self.cut.read(layout.batch, layout.count), self.sizes[-1].length
@@ -145,21 +130,13 @@ class PlannedLengths:
 
 
 def sort_rows(values: Sequence[int]) -> list[int]:
-    """List the rows from the longest sample to the shortest."""
     return sorted(range(len(values)), key=lambda row: -values[row])
 
 
 def check_trimmed(lengths: Lengths, part: MicroBatch, values: Sequence[int], samples: Any) -> None:
-    """Refuse padding on the wrong side, and lengths that count positions of padding too.
+    """Raise InvalidArgument if a sample of a trimmed micro-batch is of another length than in ``values``.
 
-    Args:
-        lengths: Reads the lengths of samples.
-        part: A trimmed micro-batch.
-        values: Length of each of its samples before they were trimmed.
-        samples: Its samples.
-
-    Raises:
-        InvalidArgument: A sample is of another length once it is trimmed.
+    Then the padding is on the other side, or lengths count positions of padding too.
     """
     for before, after in zip(values, lengths.read(samples, part.size), strict=True):
         if max(before, 1) != max(after, 1) and part.trim is not None:
@@ -172,28 +149,16 @@ def check_trimmed(lengths: Lengths, part: MicroBatch, values: Sequence[int], sam
 
 @dataclass(frozen=True)
 class SamplesByLength:
-    """The samples of an example batch, from which trials of any length are made.
-
-    Attributes:
-        example: The batch.
-        values: The length of each sample.
-        padding: Dimensions and side of its padding.
-        longest: Its padded length; for samples in lists the longest one's length.
-    """
+    """The samples of an example batch, from which trials of any length are made."""
 
     example: Layout
-    values: Sequence[int]
+    values: Sequence[int]  # the length of each sample
     padding: Padding
-    longest: int
+    longest: int  # the padded length; for samples in lists the longest one's length
 
     @classmethod
     def read(cls, example: Layout, cut: ByLength) -> SamplesByLength:
-        """Read the lengths and the padding of an example.
-
-        Raises:
-            InvalidArgument: They cannot be read, or the longest, a middle or the shortest sample is of another length
-                once its padding is trimmed.
-        """
+        """Read lengths and padding, and check by three samples that trimming leaves their lengths."""
         values = cut.read(example.batch, example.count)
         padding = find_padding(example, cut, values)
         group = PlannedLengths(cut, (), padding).sort(example, values)
@@ -205,7 +170,6 @@ class SamplesByLength:
 
     @property
     def order(self) -> list[int]:
-        """The rows from the longest sample to the shortest, as steps take them."""
         return sort_rows(self.values)
 
     def at(self, length: int) -> tuple[Layout, int]:
@@ -236,7 +200,9 @@ def read_answer(given: Any, count: int) -> list[int]:
         raise InvalidArgument(
             f"length_of() gave {len(listed)} lengths for {count} samples: return one whole number a sample, {_EXAMPLE}"
         )
-    values = [value if type(value) is int else _as_number(value) for value in listed]
+    # Python's own number for one of NumPy's or of a tensor without dimensions.
+    is_scalar = [getattr(value, "ndim", None) == 0 and hasattr(value, "item") for value in listed]
+    values = [value.item() if scalar else value for value, scalar in zip(listed, is_scalar, strict=True)]
     wrong = next((n for n, value in enumerate(values) if type(value) is not int or value < 0), None)
     if wrong is not None:
         value = values[wrong]
@@ -245,11 +211,6 @@ def read_answer(given: Any, count: int) -> list[int]:
             f"length_of() gave {shown} as a sample's length: return whole numbers from 0 on, {_EXAMPLE}"
         )
     return values
-
-
-def _as_number(value: Any) -> Any:
-    """Return Python's own number, for one of NumPy's or of a tensor without dimensions; all else stays."""
-    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 def _sized_parts(layout: Layout) -> dict[str, Any]:
@@ -262,12 +223,7 @@ def _sized_parts(layout: Layout) -> dict[str, Any]:
 
 
 def padded_length(layout: Layout, padding: Padding, values: Sequence[int]) -> int:
-    """Return the size of the padded dimensions of a batch; of samples in lists the longest.
-
-    Raises:
-        InvalidArgument: They differ, a tensor is missing or has fewer dimensions than the example, or a sample is
-            longer.
-    """
+    """Return the size of the padded dimensions of a batch; of samples in lists the longest."""
     if not padding.dims:
         return max(values)
     parts, found = _sized_parts(layout), dict[int, str]()
@@ -286,12 +242,7 @@ def padded_length(layout: Layout, padding: Padding, values: Sequence[int]) -> in
 
 
 def find_padding(layout: Layout, cut: ByLength, values: Sequence[int]) -> Padding:
-    """Find the padding of an example batch, as it was given or as its values show it.
-
-    Raises:
-        InvalidArgument: The values leave it open, or contradict it.
-        InvalidArgument: ``dims`` names what the batch does not have.
-    """
+    """Find the padding of an example batch, as it was given or as its values show it."""
     parts = _sized_parts(layout)
     dims = _find_dims(layout, parts, values) if cut.dims is None else _check_dims(cut.dims, parts)
     if not dims:
@@ -364,7 +315,6 @@ def _check_dims(given: Mapping[str, int | Sequence[int]], parts: Mapping[str, An
 def _find_unpadded(
     parts: Mapping[str, Any], dims: Mapping[str, Sequence[int]], values: Sequence[int], length: int, side: Side
 ) -> list[str]:
-    """List the tensors that have more than padding where a sample's padding would be."""
     unpadded = list[str]()
     for path, found in dims.items():
         rows = torch.as_tensor(parts[path]).detach()
@@ -380,9 +330,8 @@ def _find_unpadded(
 
 def _is_padded(rows: torch.Tensor, dim: int, values: Sequence[int], length: int, side: Side) -> bool:
     for row, value in zip(rows, values, strict=True):
-        size = length - value
-        beyond = row.narrow(dim - 1, value if side == "right" else 0, size)
-        if size and bool((beyond != beyond.flatten()[0]).any()):
+        beyond = row.narrow(dim - 1, value if side == "right" else 0, length - value).flatten()
+        if bool((beyond != beyond[:1]).any()):
             return False
     return True
 

@@ -76,10 +76,7 @@ class BatchType:
             )
 
     def map_tensors(self, batch: Any, function: OnTensor) -> Any:
-        """Return the same batch with ``function(tensor)`` for each tensor; the given one is not changed.
-
-        Raises InvalidArgument if ``map`` returned another type or changed the batch in place, or if copying failed.
-        """
+        """Return the same batch with ``function(tensor)`` for each tensor; raise if ``map`` does otherwise."""
         changed: list[bool] = []
 
         def observe(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,31 +72,19 @@ _DEPTH, _WIDTH = 3, 64
 class Leaf(NamedTuple):
     """One part of a batch that is taken apart no further.
 
-    Attributes:
-        path: Its place, such as ``batch["x"]``.
-        value: A tensor, an array, an object of a registered type, a list of samples, or anything else.
-        kind: ``"rows"`` and ``"samples"`` have one entry a sample, ``"shared"`` is the same for all samples.
-            ``"unclear"`` could be either, and is refused where the batch is divided. ``"open"`` is not decided yet.
+    ``"rows"`` and ``"samples"`` have one entry a sample, ``"shared"`` is the same for all samples. ``"unclear"`` could
+    be either, and is refused where the batch is divided. ``"open"`` is not decided yet.
     """
 
-    path: str
+    path: str  # such as batch["x"]
     value: Any
     kind: Literal["rows", "samples", "fields", "unclear", "open", "shared"]
-
-
-# ------------------------------------------------------------------------------------------- the number of samples
 
 
 def decide_lists(leaves: Sequence[Leaf], batch: Any, samples: int | None) -> dict[str, ListReading]:
     """Decide how open lists are read: some of them, by what is most certain; none where no list is open.
 
-    Args:
-        leaves: Of the batch.
-        batch: The batch.
-        samples: Number of samples that the batch was made of, if known. Rows of tensors outweigh it.
-
-    Raises:
-        InvalidArgument: A list can be read in two ways.
+    ``samples`` is the number that the batch was made of, if known. Rows of tensors outweigh it.
     """
     lists = [leaf for leaf in leaves if leaf.kind == "open"]
     certain = {leaf.path: leaf.value.reading for leaf in lists if isinstance(leaf.value, Marked)}
@@ -115,17 +103,13 @@ def decide_lists(leaves: Sequence[Leaf], batch: Any, samples: int | None) -> dic
             return {path: reading for path, reading in judged.items() if reading == "fields"}
         if samples is None:
             _refuse_to_guess([leaf for leaf in lists if judged[leaf.path] == "unclear"])
-            samples = _agree(_count_texts(lists), batch)
+            # Lists of texts, else of objects, show the number of samples where no tensor does.
+            samples = _agree(_lengths_of(lists, str) or _lengths_of(lists, "object"), batch)
     return {path: _decide(entries, samples) for path, entries, _ in lists}
 
 
 def count_samples(leaves: Sequence[Leaf], batch: Any) -> int:
-    """Count the samples of a batch in which every list is decided.
-
-    Raises:
-        InvalidArgument: It has no samples, parts have unequal numbers, rows cannot be viewed (sparse, nested, packed),
-            or an object of unknown type has samples in it.
-    """
+    """Count the samples of a batch in which every list is decided; raise InvalidArgument where that fails."""
     count = _agree(_sizes_of(leaves), batch)
     for path, value, kind in leaves:
         is_unknown = kind == "shared" and count > 1 and _is_opaque(value)
@@ -160,7 +144,6 @@ def _sizes_of(leaves: Sequence[Leaf]) -> dict[str, int]:
 
 
 def _agree(sizes: Mapping[str, int], batch: Any) -> int:
-    """Return the size that all parts have."""
     if not sizes:
         raise InvalidArgument(_explain_nothing(batch))
     firsts: dict[int, str] = {}
@@ -205,9 +188,6 @@ def _tensors_held(node: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
         children = [child for _, child in fields_of(node) or ()] or own_table(node).values()
         for child in islice(children, _WIDTH):
             yield from _tensors_held(child, depth - 1)
-
-
-# --------------------------------------------------------------------------------------------- lists by their entries
 
 
 def _decide(entries: Sequence[Any], count: int) -> ListReading:
@@ -304,13 +284,10 @@ def _find_only_count(lists: Sequence[Leaf]) -> int | None:
     return possible[0] if is_clear else None
 
 
-def _count_texts(lists: Sequence[Leaf]) -> dict[str, int]:
-    """Return the lengths of lists of texts, else of objects: they show the number of samples where no tensor does."""
-    kinds = [
-        (path, len(entries), {_kind(entry) for entry in entries if entry is not None}) for path, entries, _ in lists
-    ]
-    texts = {path: size for path, size, kind in kinds if kind == {str}}
-    return texts or {path: size for path, size, kind in kinds if kind == {"object"}}
+def _lengths_of(lists: Sequence[Leaf], kind: object) -> dict[str, int]:
+    return {
+        path: len(entries) for path, entries, _ in lists if {_kind(one) for one in entries if one is not None} == {kind}
+    }
 
 
 def _refuse_to_guess(unclear: Sequence[Leaf]) -> None:
@@ -324,9 +301,6 @@ def _refuse_to_guess(unclear: Sequence[Leaf]) -> None:
         f"sample, or fields: pass autobatch.batches.Samples({path}) or autobatch.batches.Fields({path}) in its "
         f"stead, or samples stacked into one tensor"
     )
-
-
-# ----------------------------------------------------------------------------------------------- what entries are like
 
 
 def _rows_beneath(node: Any) -> Iterator[int]:
@@ -389,13 +363,11 @@ def _is_labelled(entry: Any) -> bool:
 
 def _are_images(entries: Sequence[Any]) -> bool:
     """Return whether each entry is or holds an image ``[1 or 3, height, width]``, and they are not all of one size."""
-    sizes = [_image_size(entry) for entry in entries]
+    sizes = []
+    for entry in entries:
+        shapes = [tuple(leaf.shape) for leaf in leaves_of(entry) if _is_dense(leaf) and leaf.ndim == 3]
+        sizes.append(next(((height, width) for channels, height, width in shapes if channels in (1, 3)), None))
     return len(sizes) >= 2 and None not in sizes and len(set(sizes)) > 1
-
-
-def _image_size(entry: Any) -> tuple[int, int] | None:
-    shapes = (tuple(leaf.shape) for leaf in leaves_of(entry) if _is_dense(leaf) and leaf.ndim == 3)
-    return next(((height, width) for channels, height, width in shapes if channels in (1, 3)), None)
 
 
 def _ndim(leaf: Any) -> int:

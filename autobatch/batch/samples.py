@@ -19,7 +19,6 @@ from autobatch.batch.tree import (
     fields_of,
     has_rows,
     is_sequence,
-    leaves_of,
     map_tensors,
     tensors_of,
     with_fields,
@@ -46,15 +45,12 @@ class Layout:
     """A batch, and how it divides into samples; made by ``describe``.
 
     Attributes:
-        batch: The batch.
-        count: Number of samples.
         lists: The reading of each list, by path; later batches are read in the same way.
         leaves: The parts that are taken apart no further, in order.
         containers: ``None`` for each leaf, and after its parts each container with the number of those.
     """
 
     def __init__(self, batch: Any, count: int, lists: Mapping[str, ListReading]) -> None:
-        """Take the batch apart."""
         self.batch, self.count, self.lists = batch, count, lists
         self.leaves: list[Leaf] = []
         self.containers: list[tuple[Any, int] | None] = []
@@ -81,16 +77,11 @@ class Layout:
         self.containers.append((node, len(fields)))
 
     def tensors(self) -> list[torch.Tensor]:
-        """List every tensor of the batch, in order."""
         values = [leaf.value for leaf in self.leaves]
         return [one for value in values for one in ([value] if isinstance(value, torch.Tensor) else tensors_of(value))]
 
     def select(self, rows: Rows, trim: Trim | None = None) -> list[Any]:
-        """List the leaves with these rows only: views where the rows are neighbours and nothing is trimmed.
-
-        Raises:
-            InvalidArgument: A list can be read both as samples and as fields.
-        """
+        """List the leaves with these rows only: views where the rows are neighbours and nothing is trimmed."""
         if trim is None and rows == range(self.count):  # also of lists that may be either
             return [leaf.value for leaf in self.leaves]
         is_view = type(rows) is range and trim is None
@@ -121,13 +112,7 @@ class Layout:
         return Layout(self.rebuild(self.select(rows, trim)), len(rows), self.lists)
 
     def take(self, rows: Sequence[int]) -> Any:
-        """Take the samples at these indices: views where they are neighbours; all samples are the batch itself.
-
-        A registered type's own ``take`` may return copies.
-
-        Raises:
-            InvalidArgument: There are no such samples, or a list can be read both as samples and as fields.
-        """
+        """Take the samples at these indices: views where they are neighbours; all samples are the batch itself."""
         if not rows or min(rows) < 0 or max(rows) >= self.count:
             raise InvalidArgument(f"samples {rows} of a batch of {self.count}: no such part")
         if rows == range(self.count):
@@ -137,8 +122,7 @@ class Layout:
     def spread(self, n: int, order: Sequence[int] | None = None) -> Layout:
         """Take ``n`` samples from everywhere, as new tensors: a batch may be sorted, or repeat with a period.
 
-        Beyond its count each sample comes several times in a row, so that consecutive parts have different samples.
-        With an ``order`` of the samples they are spread over that, and stay in it.
+        Beyond its count each sample comes several times in a row. With an ``order`` of the samples they stay in it.
         """
         rows = choose_rows(n, self.count) if order is None else [order[index] for index in spread_evenly(n, self.count)]
         return self._cut_off(self.select(rows), n)
@@ -174,13 +158,8 @@ class Layout:
 def describe(batch: Any, lists: Mapping[str, ListReading] | None = None, samples: int | None = None) -> Layout:
     """Find how a batch divides into samples, by the rules at the top of ``rules``.
 
-    Args:
-        batch: The batch.
-        lists: The readings of lists in an earlier batch; lists of this batch are read in the same way.
-        samples: Number of samples from which the batch was made, if known.
-
-    Raises:
-        InvalidArgument: It has no number of samples, or cannot be divided.
+    ``lists`` has the readings of lists in an earlier batch, which hold here too. ``samples`` is the number of samples
+    from which the batch was made, if known.
     """
     lists = {path: reading for path, reading in (lists or {}).items() if reading != "unclear"}
     try:
@@ -195,8 +174,8 @@ def describe(batch: Any, lists: Mapping[str, ListReading] | None = None, samples
                 return layout
             lists = {**lists, **decided}  # lists of fields are taken apart further
     except RecursionError as error:
-        endless = next((ROOT + suffix for suffix, part in fields_of(batch) or () if _is_endless(part)), ROOT)
-        raise InvalidArgument(f"{endless} holds itself or is nested too deep: leave it out of the batch") from error
+        what = "a part of the batch holds itself or is nested too deep: leave it out of the batch"
+        raise InvalidArgument(what) from error
 
 
 def _count_plain(leaves: Sequence[Leaf]) -> int:
@@ -211,15 +190,6 @@ def _count_plain(leaves: Sequence[Leaf]) -> int:
         elif kind != "shared" or type(value) not in _VALUES:
             return 0
     return count
-
-
-def _is_endless(part: Any) -> bool:
-    try:
-        for _ in leaves_of(part):
-            pass
-    except RecursionError:
-        return True
-    return False
 
 
 def _select(leaf: Leaf, rows: Rows, trim: Trim | None = None) -> Any:
@@ -264,9 +234,6 @@ def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
     return grown.requires_grad_(rows.requires_grad)
 
 
-# ------------------------------------------------------------------------------------------- questions about a batch
-
-
 def dims_of(layout: Layout) -> dict[str, int]:
     """Return the number of dimensions of each tensor of a batch, by path; tensors in lists of samples are left out."""
     return {leaf.path: leaf.value.ndim for leaf in layout.leaves if isinstance(leaf.value, torch.Tensor)}
@@ -304,7 +271,6 @@ def check_values(batch: Any) -> None:
 
 
 def refuse_meta(tensor: torch.Tensor) -> None:
-    """Raise InvalidArgument if a tensor of a batch is on the meta device."""
     if tensor.is_meta:
         raise InvalidArgument(
             f"a tensor of shape {tuple(tensor.shape)} in the batch is on the meta device and has no values to run: "

@@ -26,11 +26,7 @@ from autobatch.torch_internals.storages import bytes_of
 _WHOLE = (torch.Size, PackedSequence)
 
 
-# ----------------------------------------------------------------------------------------------- what a node is
-
-
 def is_array(value: Any) -> bool:
-    """Return whether it is a NumPy array, without importing NumPy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
@@ -64,9 +60,6 @@ def count_rows(leaf: Any) -> int | None:
     if (registered := find_type(leaf)) is not None:
         return registered.count_samples(leaf)
     return int(leaf.shape[0]) if has_rows(leaf) else None
-
-
-# ---------------------------------------------------------------------------------------------------- what it holds
 
 
 def children_of(node: Any) -> list[Any] | None:
@@ -126,28 +119,18 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def count_elements(batch: Any) -> int:
-    """Count the elements of all tensors and NumPy arrays."""
-    return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else leaf.size for leaf in _arrays_of(batch))
+    arrays = (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
+    return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else leaf.size for leaf in arrays)
 
 
 def count_bytes(batch: Any) -> int:
     """Count the bytes of all tensors and NumPy arrays; those that share memory count each."""
-    return sum(bytes_of(leaf) if isinstance(leaf, torch.Tensor) else int(leaf.nbytes) for leaf in _arrays_of(batch))
-
-
-def _arrays_of(batch: Any) -> Iterator[Any]:
-    return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
-
-
-# --------------------------------------------------------------------------------------------------- like containers
+    arrays = (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
+    return sum(bytes_of(leaf) if isinstance(leaf, torch.Tensor) else int(leaf.nbytes) for leaf in arrays)
 
 
 def with_fields(node: Any, values: Sequence[Any]) -> Any:
-    """Return a new container like this one, with other values, in the order of ``children_of``.
-
-    Raises:
-        InvalidArgument: A mapping of a foreign type cannot be made from a dict.
-    """
+    """Return a new container like this one, with other values, in the order of ``children_of``."""
     if type(node) is dict:
         return dict(zip(node, values, strict=True))
     if is_sequence(node):
@@ -191,28 +174,34 @@ def _is_dict(node: Any) -> bool:
     return isinstance(node, dict | UserDict)
 
 
+def map_leaves(node: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the same tree in new containers with ``function(leaf)`` for each leaf."""
+    children = children_of(node)
+    return (
+        function(node) if children is None else with_fields(node, [map_leaves(child, function) for child in children])
+    )
+
+
 def with_fresh_containers(node: Any) -> Any:
     """Return the same tree in new containers, so that an entry added or popped there does not change this one."""
-    children = children_of(node)
-    return node if children is None else with_fields(node, [with_fresh_containers(child) for child in children])
-
-
-def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the tree in new containers with ``function(tensor)`` for each tensor; all else stays."""
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if (registered := find_type(batch)) is not None:
-        return registered.map_tensors(batch, function)
-    children = children_of(batch)
-    return batch if children is None else with_fields(batch, [map_tensors(child, function) for child in children])
+    return map_leaves(node, lambda leaf: leaf)
 
 
 def copy_arrays(node: Any) -> Any:
     """Return the tree in new containers with copies of its NumPy arrays, which count no writes; all else stays."""
-    children = children_of(node)
-    if children is not None:
-        return with_fields(node, [copy_arrays(child) for child in children])
-    return node.copy() if is_array(node) else node
+    return map_leaves(node, lambda leaf: leaf.copy() if is_array(leaf) else leaf)
+
+
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the tree in new containers with ``function(tensor)`` for each tensor; all else stays."""
+
+    def map_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        registered = find_type(leaf)
+        return leaf if registered is None else registered.map_tensors(leaf, function)
+
+    return map_leaves(batch, map_leaf)
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,11 +212,7 @@ def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
 def call_read_only(
     name: str, function: Callable[..., Any], batch: Any, *others: Any, called_by: str = "autobatch"
 ) -> Any:
-    """Call a function of the user that must not change the batch, such as ``weigh``, with new containers.
-
-    Raises:
-        InvalidArgument: It wrote into a tensor; NumPy arrays are not watched.
-    """
+    """Call a function of the user, such as ``weigh``, with new containers; raise InvalidArgument if it wrote there."""
     tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
     versions = [tensor._version for tensor in tensors]
     try:

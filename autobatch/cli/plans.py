@@ -16,7 +16,7 @@ from autobatch._formatting import format_bytes, plural, show_value
 from autobatch.cli.output import DONE, NO, Answer, check_folder, find_kind, make_table, refusals_of, text_width
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.events.run_history import Run
-from autobatch.ledger.home import find_home, is_enabled
+from autobatch.ledger.ledger import find_home, is_enabled
 from autobatch.ledger.store import Store, runs_id
 from autobatch.plan import Plan
 from autobatch.report.difference import diff_plans, diff_plans_data

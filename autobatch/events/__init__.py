@@ -1,8 +1,16 @@
 """Defines the events of ``fit``, ``Runner`` and ``map`` as records with a log line each, and the protocol ``Hook``."""
 
 from autobatch.events.event import Event, Hook, emit, log_event
-from autobatch.events.fit_events import PlanMade, PlanRecalled, PlanRefused, StageBegan, TrialFinished
-from autobatch.events.map_events import MapFinished, PieceFinished, PieceRetried
+from autobatch.events.fit_and_map_events import (
+    MapFinished,
+    PieceFinished,
+    PieceRetried,
+    PlanMade,
+    PlanRecalled,
+    PlanRefused,
+    StageBegan,
+    TrialFinished,
+)
 from autobatch.events.runner_events import (
     BatchDiffers,
     GradientsFound,

@@ -1,8 +1,9 @@
-"""Defines ``Run``: the steps that a plan's run took, its shortages of memory and its end."""
+"""Defines the record ``Run``: the steps that a plan's run took, its shortages of memory and its end."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
@@ -11,33 +12,56 @@ from autobatch.records import Record
 
 Outcome = Literal["running", "finished", "interrupted", "failed"]
 
+_MOST_ROWS = 4096
+"""Ranges and setbacks of a run: later steps add up in the last range, later setbacks are its retries."""
 
-class StepRange(Record):
+
+class StepTotals(Record):
+    """Totals of some steps.
+
+    Attributes:
+        samples: Number of samples.
+        micro_batch_size: Most samples in a micro-batch.
+        retries: Number of times that memory ran out.
+        peak_bytes: Most bytes in tensors at once.
+        seconds: Duration.
+    """
+
+    samples: Count = 0
+    micro_batch_size: Count = 0
+    retries: Count = 0
+    peak_bytes: Bytes = 0
+    seconds: Seconds = 0.0
+
+
+class StepRange(StepTotals):
     """Consecutive steps of one size; steps with retries are in a range without others.
 
     Attributes:
         first_step: Number of the first step, from 0.
         last_step: Number of the last step, included.
-        micro_batch_size: Most samples in a micro-batch.
-        retries: Number of retries in all of these steps.
-        peak_bytes: Most bytes in tensors at once in any of them.
-        seconds: Duration of all of them.
-        samples: Number of samples in all of them.
+        allowed_size: Most samples that a micro-batch could have; 0 if unknown.
     """
 
     first_step: Count
     last_step: Count
-    micro_batch_size: Count
-    retries: Count = 0
-    peak_bytes: Bytes = 0
-    seconds: Seconds = 0.0
-    samples: Count = 0
+    allowed_size: Count = 0
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> StepRange:
         if self.last_step < self.first_step:
             raise ValueError(f"last_step={self.last_step} is before first_step={self.first_step}")
         return self
+
+
+class RankTotal(StepTotals):
+    """Totals of one of several ranks in a run. ``seconds`` is without waiting for other ranks.
+
+    Attributes:
+        steps: Number of steps.
+    """
+
+    steps: Count
 
 
 class Setback(Record):
@@ -60,28 +84,8 @@ class Setback(Record):
     reason: Text = ""
 
 
-class RankTotal(Record):
-    """Totals of one of several ranks in a run.
-
-    Attributes:
-        steps: Number of steps.
-        samples: Number of samples in all of them.
-        micro_batch_size: Most samples in a micro-batch.
-        retries: Number of times that this rank ran out of memory.
-        peak_bytes: Most bytes in tensors at once.
-        seconds: Duration of all steps, without waiting for other ranks.
-    """
-
-    steps: Count
-    samples: Count = 0
-    micro_batch_size: Count = 0
-    retries: Count = 0
-    peak_bytes: Bytes = 0
-    seconds: Seconds = 0.0
-
-
 class Run(Record):
-    """The steps of one process, or of several ranks together, with one plan.
+    """The steps of one process, or of several ranks together, with one plan; or a part of them.
 
     Attributes:
         id: Id of the run.
@@ -124,11 +128,39 @@ class Run(Record):
         return max((part.peak_bytes for part in self.ranks or self.ranges), default=0)
 
 
-class RunUpdate(Run):
-    """One line of a run's file: its totals, the ranges that have grown, and the setbacks since the line before.
+def add_up(parts: Sequence[StepTotals]) -> dict[str, Any]:
+    """Return the fields of ``StepTotals`` for at least one of these together."""
+    return {
+        "samples": sum(part.samples for part in parts),
+        "micro_batch_size": max(part.micro_batch_size for part in parts),
+        "retries": sum(part.retries for part in parts),
+        "peak_bytes": max(part.peak_bytes for part in parts),
+        "seconds": sum(part.seconds for part in parts),
+    }
 
-    Attributes:
-        first_range: Position of the first of these ranges in the run; they replace what was there.
-    """
 
-    first_range: Count = 0
+def join_ranges(ranges: Iterable[StepRange]) -> tuple[StepRange, ...]:
+    """Return these steps in as few ranges as can be, in the same order."""
+    groups: list[list[StepRange]] = []
+    for part in ranges:
+        last = groups[-1][-1] if groups else None
+        # By the size that is allowed: with batches of many lengths, the largest that ran differs in each step.
+        is_alike = last and (last.allowed_size, last.retries > 0) == (part.allowed_size, part.retries > 0)
+        if last and part.first_step == last.last_step + 1 and (is_alike or len(groups) >= _MOST_ROWS):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return tuple(group[0].model_copy(update={"last_step": group[-1].last_step, **add_up(group)}) for group in groups)
+
+
+def join_runs(parts: Sequence[Run]) -> Run:
+    """Return one run of at least one part, in their order; its end is that of the last part."""
+    totals = zip(*(part.ranks for part in parts if part.ranks), strict=False)
+    ranks = (RankTotal.model_construct(steps=sum(one.steps for one in rank), **add_up(rank)) for rank in totals)
+    return parts[-1].model_copy(
+        update={
+            "ranges": join_ranges(steps for part in parts for steps in part.ranges),
+            "setbacks": tuple(setback for part in parts for setback in part.setbacks)[:_MOST_ROWS],
+            "ranks": tuple(ranks),
+        }
+    )

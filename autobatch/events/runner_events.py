@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from autobatch._bounds import Bytes, Count, Seconds
+from autobatch._bounds import Count
 from autobatch._formatting import format_bytes, plural
 from autobatch.events.event import Event
-from autobatch.records import Record
+from autobatch.events.run_history import StepTotals
 
 
 class StepEvent(Event):
@@ -195,25 +195,17 @@ class StepFailed(StepEvent):
         return f"{self.source}step {self.step} failed: {self.reason}"
 
 
-class RankStep(Record):
+class RankStep(StepTotals):
     """One rank's part of a committed step.
+
+    ``seconds`` is the time from the common start until its own gradient was ready, without waiting for other ranks. On
+    CUDA it is that of the last step which the device had finished by then; 0 before the first.
 
     Attributes:
         rank: Number of the rank, from 0.
-        samples: Number of samples that it ran; may be 0.
-        micro_batch_size: Most samples in a micro-batch.
-        retries: Number of times that it ran out of memory.
-        peak_bytes: Most bytes in tensors at once, as in ``StepResult``.
-        seconds: Time from the common start until its own gradient was ready, without waiting for other ranks. On CUDA
-            this is the last step that the device had finished by then; 0 before the first.
     """
 
     rank: Count
-    samples: Count
-    micro_batch_size: Count
-    retries: Count
-    peak_bytes: Bytes
-    seconds: Seconds
 
 
 class StepFinished(StepEvent):

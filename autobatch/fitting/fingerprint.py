@@ -103,15 +103,11 @@ def _spell_constant(value: Any) -> str:
 
 def _spell_optimizer(optimizer: Any | None) -> Iterator[str]:
     for member in members_of(optimizer):
-        yield from _spell_one_optimizer(member)
-
-
-def _spell_one_optimizer(optimizer: Any) -> Iterator[str]:
-    yield type(optimizer).__qualname__
-    for group in optimizer.param_groups:
-        options = {name: value for name, value in group.items() if name != "params" and not name.endswith("lr")}
-        yield str(sorted((name, _spell_option(value)) for name, value in options.items()))
-        yield str(len(group["params"]))
+        yield type(member).__qualname__
+        for group in member.param_groups:
+            options = {name: value for name, value in group.items() if name != "params" and not name.endswith("lr")}
+            yield str(sorted((name, _spell_option(value)) for name, value in options.items()))
+            yield str(len(group["params"]))
 
 
 _MOST_PARTS = 100  # of a list, which may be a whole dataset

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
 
+from autobatch._formatting import plural
 from autobatch._wrappers import unwrap_optimizer
 from autobatch.batch.cut import CutFunction
+from autobatch.batch.example import is_source
 from autobatch.batch.lengths import ByLength, read_by_length
 from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, take_module
+from autobatch.distributed.share_sampler import ShareSampler
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import PlanMade, emit
 from autobatch.events.progress import showing_progress
 from autobatch.exactness.partitions import Planned
 from autobatch.exactness.verification import check_split
-from autobatch.fitting.loader_sizes import source_of, warn_of_loader
 from autobatch.fitting.make_plan import Checked, Found, Request, make_plan
 from autobatch.fitting.options import check_choices, check_sizes, check_switches
 from autobatch.fitting.search import search, settle
@@ -54,6 +59,13 @@ _NOT_CHECKED = Verdict(
     relative_error=0.0,
     unchecked="parameters are sharded; run autobatch.verify() on the model in one process, before fully_shard()",
 )
+
+
+@dataclass(frozen=True)
+class ForRun:
+    """An example that ``Runner.run`` joins and cuts in training, so that its batch size does not matter."""
+
+    source: Any
 
 
 def fit(
@@ -155,7 +167,10 @@ def fit(
         with one_at_a_time(), showing_progress(progress=progress) as hooks:
             memory = _open_memory(workload, device, division, ranks)
             with collecting_new_objects():
-                with _record(workload, memory) as state:  # restores everything, whatever happens
+                host_bytes = read_host_memory().available_bytes // 2
+                with TrainingState(
+                    module, own_optimizer, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()
+                ) as state:  # restores everything, whatever happens
                     with all_or_none(ranks, "fit(), the search") as rates:
                         # Only now: the copies of the state are in host memory, which a CPU budget has to leave to them.
                         allowance = _find_allowance(memory, division, budget, headroom)
@@ -166,9 +181,9 @@ def fit(
                             accumulate_in_float32=accumulate_in_float32,
                             limit_bytes=allowance.limit_bytes,
                         )
-                        lengths = _read_cut(cut, division)
+                        lengths, source = _read_cut(cut, division), batch.source if isinstance(batch, ForRun) else batch
                         request = Request(
-                            *(workload, memory, allowance, state, division, wanted, source_of(batch), lengths, hooks),
+                            *(workload, memory, allowance, state, division, wanted, source, lengths, hooks),
                             ledger=remembered,
                             budget_passed=budget is not None,
                         )
@@ -208,13 +223,6 @@ def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ran
     return memory
 
 
-def _record(workload: Workload, memory: Device) -> TrainingState:
-    host_bytes, outside = read_host_memory().available_bytes // 2, workload.outside()
-    return TrainingState(
-        workload.model, workload.optimizer, memory.torch_device, host_bytes=host_bytes, outside=outside
-    )
-
-
 def _find_allowance(memory: Device, division: Division, budget: Any, headroom: Any) -> Allowance:
     """Find what this process may hold; if all ranks try the same sizes, the least that any of them may hold."""
     own = find_allowance(memory, division.budget(memory, budget), headroom)
@@ -225,7 +233,6 @@ def _find_allowance(memory: Device, division: Division, budget: Any, headroom: A
 
 
 def _check(request: Request, found: Found, check: str | None, batch: Any) -> Checked:
-    """Check the split, and that the user's data makes up the target."""
     division = request.division
     verdict, warnings = _check_split(request, found, check)
     return verdict, (*warnings, *warn_of_loader(batch, division.target, division.samples, division.size))
@@ -269,6 +276,44 @@ def _compare(request: Request, found: Found) -> Verdict:
             samples=found.batch.by_length,
             lengths=request.lengths,
         )
+
+
+def warn_of_loader(given: Any, target: int, share: int, world_size: int) -> Iterator[str]:
+    """Yield a sentence for each reason why steps on this loader or dataset would miss the target.
+
+    A step has ``target`` samples over all ranks, and ``share`` on this one.
+    """
+    source = given.source if isinstance(given, ForRun) else given
+    if not is_source(source):
+        return
+    size = source.batch_size if isinstance(source, DataLoader) else None
+    if size is not None and size != share and not isinstance(given, ForRun):
+        planned = f"a step has {share}" if world_size == 1 else f"this rank's share of {target} is {share}"
+        yield (
+            f"the loader has batch_size={size}, and {planned}: train with runner.run(loader), which joins and cuts its "
+            f"batches, or give the loader batch_size={share}"
+        )
+    # A sampler of the user's may be one rank's.
+    is_whole = world_size == 1 or isinstance(getattr(source, "batch_sampler", None), ShareSampler)
+    samples, needed = _count_samples(source), target if is_whole else share
+    if 0 < samples < needed:
+        step = "a step" if needed == target else "a step on this rank"
+        yield (
+            f"the data has {plural(samples, 'sample')}, fewer than the {needed} of {step}: no step can have "
+            f"target_batch={target}; take a smaller target_batch, or more data"
+        )
+
+
+def _count_samples(source: Any) -> int:
+    """Count the samples of one pass; 0 for a stream or a batch sampler of the user's."""
+    if isinstance(source, DataLoader):
+        sampler = source.batch_sampler
+        if type(sampler) is not BatchSampler and not isinstance(sampler, ShareSampler):
+            return 0
+        source = sampler.sampler if type(sampler) is BatchSampler else source.dataset
+    with suppress(Exception):  # of the user's __len__, which nothing else here needs
+        return len(source)
+    return 0
 
 
 def _describe_own(request: Request, found: Found) -> RankPlan:

@@ -51,11 +51,9 @@ class Request:
 
     @property
     def whose(self) -> dict[str, int]:
-        """Rank and number of ranks, for events."""
         return {"rank": self.division.rank, "world_size": self.division.size}
 
     def announce(self, stage: str) -> None:
-        """Emit the event that a stage begins."""
         emit(StageBegan(stage=stage, **self.whose), self.hooks)
 
 
@@ -91,7 +89,6 @@ class Found:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that a trial of the chosen size held."""
         return max(trial.peak_reserved for trial in self.trials if trial.micro_batch_size == self.size)
 
     @property
@@ -120,7 +117,6 @@ class Found:
         return max(self.size, min(curve.largest(limit_bytes), failing - 1, self.samples))
 
     def micro_batches(self) -> tuple[int, ...]:
-        """Return the micro-batches of this rank's share of the target."""
         check_micro_batches(self.samples, self.size)
         if self.sizes:  # of the worst step: only lengths say how many samples run together
             rest = self.samples % self.size

@@ -81,12 +81,10 @@ class FitAndRunOptions(FitOptions, RunnerOptions, total=False):
 
 
 def names_of(*options: type) -> list[str]:
-    """Return the names of these options, in the order in which they are declared."""
     return list(dict.fromkeys(name for one in options for name in one.__annotations__))
 
 
 def select(given: Mapping[str, Any], options: type) -> dict[str, Any]:
-    """Return those of the given arguments that are among these options."""
     return {name: given[name] for name in names_of(options) if name in given}
 
 
@@ -110,7 +108,6 @@ class Options:
 
     @classmethod
     def read(cls, given: IntegrationOptions, *, target: int | None, weigh: Weigh | None = None) -> Options:
-        """Check the options of an integration, which by default raises if splitting is not exact."""
         fit = {"check": "raise", **select(given, SearchOptions)}
         bound = fit.get("max_micro_batch")
         if target is not None:
@@ -128,7 +125,6 @@ class Options:
 
 
 def check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, int]:
-    """Return the target, and the most samples that a micro-batch may have."""
     target = check_target(target_batch)
     bound = check_count("max_micro_batch", target if max_micro_batch is None else max_micro_batch)
     check_micro_batches(target, bound)

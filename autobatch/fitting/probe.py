@@ -68,8 +68,6 @@ class Readings:
     def summarise(
         self, size: int, device: Device, limit_bytes: int, parameters: Sequence[torch.Tensor], *, has_ended: bool
     ) -> Trial:
-        """Make the trial's record; ``has_ended`` is true if it ran out of memory."""
-        has_spilled = bool(self.backward.spilled or self.optimizer.spilled)
         retries = max(device.usage().alloc_retries - self.retries_before, 0)  # the step may reset the statistics
         # The backward pass cannot hold all gradients, whatever the size is.
         gradients = sum(bytes_of(parameter) for parameter in parameters if parameter.requires_grad)
@@ -77,7 +75,7 @@ class Readings:
         phase: Phase = "gradients" if is_hopeless else self.phase
         return Trial(
             micro_batch_size=size,
-            outcome="oom" if has_ended else "thrash" if retries > 0 or has_spilled else "fits",
+            outcome="oom" if has_ended else "thrash" if retries > 0 else "fits",
             peak_allocated=max(self.backward.peak_allocated, self.optimizer.peak_allocated),
             peak_reserved=max(self.backward.peak_reserved, self.optimizer.peak_reserved),
             optimizer_peak=self.optimizer.peak_allocated,
@@ -194,7 +192,9 @@ class Probe:
     def _run_first_step(self, size: int) -> str | None:
         """Run the step before the first trial, and record its writes; return the reason of an OOM."""
         before = self.device.usage()
-        resumed = self._resumed_state_bytes(before)
+        # The device's bytes in the state of a resumed run; state on another device is not counted.
+        others = sum(bytes_of(tensor) for tensor in (*self.workload.parameters(), *self.workload.model.buffers()))
+        resumed = min(self.workload.state_bytes(), max(before.allocated - others, 0))
         types = {parameter.device.type for parameter in self.workload.parameters()}
         with nullcontext() if self._is_compiled else watch_savings(self.savings, *types):
             reason = self._attempt(self._warm_up, size, records=True)
@@ -209,11 +209,6 @@ class Probe:
             self.state.reset_optimizer()
             self.device.reclaim()
         return reason
-
-    def _resumed_state_bytes(self, usage: MemoryUsage) -> int:
-        """Return the device's bytes in the state of a resumed run; state on another device is not counted."""
-        others = sum(bytes_of(tensor) for tensor in (*self.workload.parameters(), *self.workload.model.buffers()))
-        return min(self.workload.state_bytes(), max(usage.allocated - others, 0))
 
     def _warm_up(self, size: int) -> None:
         batch = self._copy_batch(size)
@@ -248,7 +243,6 @@ class Probe:
         self._holds_activations = self._holds_activations or left > _LITTLE * (grown - before.allocated)
 
     def _accumulate(self, batches: Sequence[Layout], size: int) -> AccumulationState:
-        """Accumulate the gradient of these micro-batches as training does; raise ``DoesNotFit`` after an OOM."""
         passes_left = len(batches)
 
         def run(model: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
@@ -304,10 +298,7 @@ class Probe:
         self.trained = self.workload.count_trained()
 
     def _judge_speed(self, trial: Trial) -> Trial:
-        """Change the outcome of a very slow trial to ``thrash`` on a card that may move memory to the host.
-
-        Under WSL the memory of the Windows host cannot be read, so only the time shows it.
-        """
+        """Change the outcome of a very slow trial to ``thrash`` on a card that may move memory to the host."""
         if not getattr(self.device, "may_spill", False) or trial.outcome != "fits":
             return trial
         rate, self._best_rate = trial.samples_per_second, max(self._best_rate, trial.samples_per_second)

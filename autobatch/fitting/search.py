@@ -104,7 +104,6 @@ def settle(request: Request, found: Found, samples: int) -> Found:
 
 
 def _find_batch(request: Request) -> tuple[ExampleBatch, Layout]:
-    """Find the example batch; return it and the batch that trials hold."""
     model, lengths, target = request.workload.model, request.lengths, request.wanted.target_batch
     has_own_step = request.workload.step is not default_step
     found = find_example(model, request.batch, target, lengths, has_own_step=has_own_step)
@@ -166,12 +165,10 @@ class _Trials:
         return self._note(trial, longest, self.done)
 
     def run_shorter(self, samples: SamplesByLength, length: int, size: int) -> Trial:
-        """Try a number of samples of at most this length."""
         self.probe.example, length = samples.at(length)
         return self._note(self.probe.run(size), length, self.shorter)
 
     def explain(self, why_no_smaller: str = "") -> str:
-        """Explain why even the smallest size that was tried does not fit."""
         smallest = min(self.done, key=lambda trial: trial.micro_batch_size)
         reason = self.probe.errors.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
         if why_no_smaller:
@@ -189,7 +186,6 @@ class _Trials:
 
 
 def _confirm(request: Request, trials: _Trials, known: str, smallest: int) -> PlanRecord | None:
-    """Return an earlier plan that one trial of its size confirms; ``None`` if there is none."""
     least = least_size(request.wanted.target_batch, smallest)
     plans = [plan for plan in request.ledger.recall(known, request.division.rank) if plan.micro_batch_size >= least]
     plan, reason = choose_remembered(plans, request.wanted)
@@ -205,7 +201,6 @@ def _confirm(request: Request, trials: _Trials, known: str, smallest: int) -> Pl
 
 
 def _search_size(request: Request, trials: _Trials, smallest: int) -> int:
-    """Return the size to use, after as many more trials as it takes."""
     wanted, memory = request.wanted, request.memory
     sizes = _find_candidates(request, smallest)
     question = Question(
@@ -228,7 +223,6 @@ def _search_size(request: Request, trials: _Trials, smallest: int) -> int:
 
 
 def _predict(request: Request, trials: _Trials, question: Question) -> Question:
-    """Add a prediction to the question: the first size to try, and the bytes of trials near it."""
     from autobatch.prediction.prior import FirstStep, expect_largest  # noqa: PLC0415 - a CPU needs none of it
 
     request.announce("predicting which sizes fit")

@@ -14,7 +14,7 @@ from autobatch._arguments import check_path
 from autobatch._formatting import show_value
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, Retried, StepFailed
-from autobatch.ledger.home import find_home
+from autobatch.ledger.ledger import find_home
 
 logger = logging.getLogger("autobatch")
 

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from autobatch.events.run_history import RunUpdate
-from autobatch.ledger.home import find_home, is_enabled, warn_once
-from autobatch.ledger.store import Store, Written
+from platformdirs import user_state_path
+
+from autobatch.events.run_history import Run
+from autobatch.ledger.store import Store, Written, warn_once
 from autobatch.plan import Plan
 
 _Answer = TypeVar("_Answer")
+
+
+def is_enabled() -> bool:
+    return os.environ.get("AUTOBATCH_LEDGER", "").strip().lower() not in {"off", "0", "false", "no"}
+
+
+def find_home() -> Path:
+    """Return ``AUTOBATCH_HOME``, or the user's state folder; it may not exist yet.
+
+    Raises:
+        FileNotFoundError: The user has no home folder.
+    """
+    named = os.environ.get("AUTOBATCH_HOME", "").strip()
+    try:
+        home = Path(named).expanduser() if named else user_state_path("autobatch", appauthor=False)
+    except RuntimeError:
+        home = Path("~")
+    if str(home).startswith("~"):  # some versions of platformdirs return it unexpanded
+        raise FileNotFoundError("this user has no home folder; set AUTOBATCH_HOME to a folder for the ledger")
+    return home.absolute()
 
 
 class Ledger:
     """The ledger of this user, or none, which stores nothing and logs nothing."""
 
     def __init__(self, home: Path | None) -> None:
-        """Use the files in this folder, which need not exist."""
         self._home = home
 
     @classmethod
@@ -32,11 +53,9 @@ class Ledger:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is one; writing to it may still fail."""
         return self._home is not None
 
     def remember(self, plan: Plan) -> bool:
-        """Store a plan; return whether it is stored."""
         return self._use(lambda store: store.add_plan(plan), otherwise=False)
 
     def recall(self, fingerprint: str, rank: int = 0) -> list[Plan]:
@@ -47,9 +66,8 @@ class Ledger:
         """Store a plan again, which may come from a file, and make room for its runs; return whether that is done."""
         return self._use(lambda store: store.begin_run(plan), otherwise=False)
 
-    def update_run(self, update: RunUpdate) -> Written:
-        """Append what is new of a run."""
-        return self._use(lambda store: store.update_run(update), otherwise="not now")
+    def update_run(self, new: Run) -> Written:
+        return self._use(lambda store: store.update_run(new), otherwise="not now")
 
     def _use(self, action: Callable[[Store], _Answer], *, otherwise: _Answer) -> _Answer:
         if self._home is None:

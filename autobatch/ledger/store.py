@@ -2,7 +2,7 @@
 
     plans/FINGERPRINT/ID.json              the plan of rank 0, or of the only rank
     plans/FINGERPRINT/WHOLE.RANK.ID.json   the plan of another rank; WHOLE is the id of rank 0's plan
-    runs/WHOLE/RUN.jsonl                   one run of that plan, one update a line
+    runs/WHOLE/RUN.jsonl                   one run of that plan; each line has what is new since the line before
 
 A plan is written to a draft and renamed; a line of a run is one write. So a killed process loses nothing that these
 methods have returned from, and writers need no lock. No write waits for the disk: a power cut may lose the last ones.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -27,8 +28,7 @@ from typing import Literal, NamedTuple
 from pydantic import ValidationError
 
 from autobatch.errors import InvalidArgument
-from autobatch.events.run_history import Run, RunUpdate, Setback, StepRange
-from autobatch.ledger.home import warn_once
+from autobatch.events.run_history import Run, join_runs
 from autobatch.plan import Plan
 from autobatch.records import spell_invalid
 
@@ -40,20 +40,16 @@ _MOST_PLANS = 2000  # of one fingerprint: each start of a script adds one of som
 _MOST_READ = 200  # of them, by a start of a script: older ones would cost it time
 
 
-class _PlanFile(NamedTuple):
-    """A stored plan that is not read yet.
+logger = logging.getLogger("autobatch")
+_warned: set[str] = set()
 
-    Attributes:
-        path: The file.
-        order: Time of change, in nanoseconds; the largest is the newest.
-        whole: Id of rank 0's plan.
-        rank: Number of the rank.
-        id: Id of the plan.
-    """
+
+class _PlanFile(NamedTuple):
+    """A stored plan that is not read yet."""
 
     path: Path
-    order: int
-    whole: str
+    order: int  # time of change, in nanoseconds; the largest is the newest
+    whole: str  # id of rank 0's plan
     rank: int
     id: str
 
@@ -65,7 +61,6 @@ class Store:
         self._home, self._plans, self._runs = home, home / "plans", home / "runs"
 
     def check_writable(self) -> None:
-        """Write an empty file and delete it."""
         self._make_folder(self._plans)
         probe = self._plans / f".{os.getpid()}.draft"
         try:
@@ -91,16 +86,14 @@ class Store:
         return True
 
     def begin_run(self, plan: Plan) -> bool:
-        """Store a plan, and make the folder of its runs."""
         self.add_plan(plan)
         self._make_folder(self._runs / runs_id(plan))
         return True
 
-    def update_run(self, update: RunUpdate) -> Written:
-        """Append a line to the run's file."""
-        line = update.model_dump_json(exclude_defaults=True).encode() + b"\n"
+    def update_run(self, new: Run) -> Written:
+        line = new.model_dump_json(exclude_defaults=True).encode() + b"\n"
         try:
-            with (self._runs / update.plan_id / f"{update.id}.jsonl").open("ab", buffering=0) as file:
+            with (self._runs / new.plan_id / f"{new.id}.jsonl").open("ab", buffering=0) as file:
                 end = file.tell()
                 if file.write(line) < len(line):
                     file.truncate(end)  # else the next line would be damaged too
@@ -162,7 +155,6 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
 
     def _list_plans(self) -> list[_PlanFile]:
-        """Return all plans of all ranks, the last stored first."""
         folders = [Path(entry.path) for entry in _scan(self._plans) if entry.is_dir()]
         files = [file for folder in folders for file in _list_folder(folder)]
         return sorted(files, key=lambda file: file.order, reverse=True)
@@ -204,7 +196,6 @@ def _file_name(text: str) -> str:
 
 
 def _list_folder(folder: Path) -> list[_PlanFile]:
-    """Return the plans of one fingerprint, the newest first."""
     files = []
     for entry in _scan(folder):
         match = _PLAN_FILE.fullmatch(entry.name)
@@ -216,12 +207,17 @@ def _list_folder(folder: Path) -> list[_PlanFile]:
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a folder; nothing if it does not exist."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
     except FileNotFoundError:
         return []
+
+
+def warn_once(cause: str, message: str) -> None:
+    if cause not in _warned:
+        _warned.add(cause)
+        logger.warning("%s", message)
 
 
 class _UnreadableError(Exception):
@@ -246,21 +242,12 @@ def _read_plans(files: Iterable[_PlanFile]) -> Iterator[Plan]:
 
 
 def _read_run(path: Path) -> Run | None:
-    """Join the updates in a run's file; a damaged line is left out."""
-    last: RunUpdate | None = None
-    ranges: list[StepRange] = []
-    setbacks: list[Setback] = []
+    """Join the parts in a run's file; a damaged line is left out."""
+    parts = []
     for line in path.read_bytes().splitlines():
         try:
-            last = RunUpdate.model_validate_json(line)
+            parts.append(Run.model_validate_json(line))
         except ValidationError as error:
-            warn_once(
-                "run", f"{path} has a line that this version does not read ({spell_invalid(error)}): it is left out"
-            )
-            continue
-        ranges[last.first_range :] = last.ranges
-        setbacks += last.setbacks
-    if last is None:
-        return None
-    fields = last.model_dump(exclude={"first_range", "ranges", "setbacks"})
-    return Run(**fields, ranges=tuple(ranges), setbacks=tuple(setbacks))
+            what = f"{path} has a line that this version does not read ({spell_invalid(error)}): it is left out"
+            warn_once("run", what)
+    return join_runs(parts) if parts else None

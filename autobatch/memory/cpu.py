@@ -44,9 +44,8 @@ class _StorageReference(weakref.ref[torch.UntypedStorage]):
 class LiveStorage:
     """Bytes in live CPU storages, and the most since a reset. All views of a storage count once.
 
-    torch keeps the Python object of a storage alive as long as the storage itself (``torch/csrc/Storage.cpp``). So the
-    callback of a weak reference runs when torch frees the storage. Python swallows an interrupt in a callback, so the
-    callback is ``set.add``, in C, and the next reading subtracts the dead storages.
+    torch keeps the Python object of a storage alive as long as the storage itself (``torch/csrc/Storage.cpp``), so a
+    weak reference shows when it is freed. Its callback is ``set.add``, in C: Python would swallow an interrupt there.
     """
 
     def __init__(self) -> None:
@@ -104,8 +103,8 @@ class LiveStorage:
 class StorageBudget(DispatchMode):
     """Count what operators return while this mode is active, and raise an error beyond the budget.
 
-    The operator has run by then. Its result is dropped before the error leaves, so the peak does not contain it. Only
-    ``resize_`` and ``out=`` leave the larger tensor. A view of a counted tensor, or an in-place update, never raises.
+    The operator has run by then, and its result is dropped. Only ``resize_`` and ``out=`` leave the larger tensor. A
+    view of a counted tensor, or an in-place update, never raises.
     """
 
     def __init__(self, storage: LiveStorage, budget_bytes: int) -> None:
@@ -178,10 +177,7 @@ class CpuDevice(Device):
             _INNERMOST.budget = None
 
     def limit_bytes(self, budget_bytes: int) -> int:
-        """Return the budget, or what the host had at most a second ago if that is less.
-
-        A reading opens a dozen files, which takes 0.3 to 1 ms. ``reclaim`` makes the next call read the host again.
-        """
+        """Return the budget, or less if the host had less at most a second ago; a reading takes up to 1 ms."""
         if time.monotonic() - self._read_at > _READ_AGAIN_SECONDS:
             self._read_at, self._available = time.monotonic(), self.available_bytes()
         return min(budget_bytes, self._available)

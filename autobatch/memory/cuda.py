@@ -26,10 +26,6 @@ _MAPPED_BEYOND = 18 * 2**20
 """Bytes beyond the limit: torch compares a request of n x 2 MiB with it, but expandable segments map n x 20 MiB."""
 _SYSTEM_SHARE = 16
 """Share of an integrated card's memory that is left to the system: 0.5 GiB of 8 and 8 GiB of 128."""
-_LEAST_SPILLED = 64 * 2**20
-"""Least loss of host memory that counts as spilled. A trial with a few tensors on the host takes less."""
-_FULL_SHARE = 32
-"""A card is full if less than this share of it is free."""
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with the allocator's settings. The first one that is set counts."""
 
@@ -43,7 +39,6 @@ class _CardLimits:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def in_force(self) -> int:
-        """Return the smallest of each thread's innermost limit and the limit before, in bytes."""
         return min([self.before_bytes, *dict(self.entered.values()).values()])
 
 
@@ -59,8 +54,8 @@ class CudaDevice(Device):
         self.measures = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
         index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
         self.torch_device = torch.device("cuda", index)
-        self.may_spill = _runs_under_windows()
-        self._host_before = 0
+        # The driver of Windows and WSL moves memory of a full card to the host.
+        self.may_spill = sys.platform == "win32" or "microsoft" in platform.uname().release.lower()
 
     @property
     def total_bytes(self) -> int:
@@ -100,10 +95,9 @@ class CudaDevice(Device):
     def limit(self, budget_bytes: int) -> Iterator[None]:
         """Let the allocator hold no more than the budget inside the block. The whole card as a budget means unlimited.
 
-        An integrated card may hold no more than is available when the block begins. The cache gives back what it holds
-        beyond the budget, because torch hands out cached blocks without a look at the limit. If several threads are in
-        such blocks, the smallest budget holds. It never exceeds the limit from before the first block, which is back
-        after the last one.
+        An integrated card may hold no more than is available now. The cache gives back what it holds beyond the budget:
+        torch hands out cached blocks without a look at the limit. Of several threads' budgets the smallest holds, and
+        never more than the limit from before the first block, which is back after the last one.
         """
         limits, block = self._limits(), object()
         if self.shares_host_memory:
@@ -141,7 +135,6 @@ class CudaDevice(Device):
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-        self._host_before = read_host_memory().available_bytes if self.may_spill else 0
 
     def usage(self) -> MemoryUsage:
         """Return the allocator's counts. ``alloc_retries`` counts since the process began."""
@@ -156,14 +149,7 @@ class CudaDevice(Device):
             peak_allocated=allocated["peak"],
             peak_reserved=reserved["peak"],
             alloc_retries=stats["num_alloc_retries"],
-            spilled=self._spilled_bytes() if self.may_spill else 0,
         )
-
-    def _spilled_bytes(self) -> int:
-        """Return what the host has lost since the reset, if the card is full."""
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        lost = self._host_before - read_host_memory().available_bytes
-        return lost if lost > _LEAST_SPILLED and free < total // _FULL_SHARE else 0
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -176,16 +162,10 @@ class CudaDevice(Device):
 def find_fraction(limit_bytes: int, total_bytes: int) -> float:
     """Return the fraction of the total, from 0 to 1 (unlimited), that torch turns into exactly this many bytes.
 
-    The allocator truncates ``fraction * total`` in double precision (``setMemoryFraction`` in torch's
-    ``CUDACachingAllocator.cpp``). So the plain quotient can lose one byte, and with it the last 2 MiB segment of a
-    budget. The next double loses none, and adds less than one byte below 2**52 bytes.
+    The allocator truncates ``fraction * total`` (``setMemoryFraction`` in torch's ``CUDACachingAllocator.cpp``), so the
+    plain quotient can lose one byte, and with it the last 2 MiB segment. The next double loses none.
     """
     return 1.0 if limit_bytes >= total_bytes else math.nextafter(limit_bytes / total_bytes, 1.0)
-
-
-def _runs_under_windows() -> bool:
-    """Return whether this is Windows or WSL, whose driver moves memory of a full card to the host."""
-    return sys.platform == "win32" or "microsoft" in platform.uname().release.lower()
 
 
 def uses_expandable_segments() -> bool:

@@ -126,9 +126,8 @@ class UnmonitoredDevice(Device):
 def end_failed_backward() -> None:
     """Free the graph of a backward pass of this thread that raised an error.
 
-    After an error torch's engine keeps the nodes that were ready to run until the thread's next backward pass. They
-    hold the graph and the saved tensors (``Engine::thread_main`` in torch/csrc/autograd/engine.cpp). So this runs a
-    backward pass of a single number, outside of all dispatch modes.
+    torch's engine keeps the nodes that were ready to run, with their saved tensors, until the thread's next backward
+    pass (``Engine::thread_main`` in torch/csrc/autograd/engine.cpp). So this runs one of a single number.
     """
     with _disable_current_modes(), torch.inference_mode(mode=False), torch.enable_grad():
         torch.zeros((), device="cpu", requires_grad=True).backward()
@@ -138,8 +137,8 @@ def end_failed_backward() -> None:
 def collecting_new_objects() -> Iterator[None]:
     """Let garbage collections look only at objects that are made inside this block.
 
-    A full collection takes 0.1 to 0.2 s in a process with torch and SciPy, several times as long as a trial of a small
-    model. If the user has frozen objects, this does nothing: to unfreeze ours would unfreeze theirs.
+    A full collection takes 0.1 to 0.2 s in a process with torch and SciPy. If the user has frozen objects, this does
+    nothing: to unfreeze ours would unfreeze theirs.
     """
     if gc.get_freeze_count():
         yield

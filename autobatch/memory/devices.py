@@ -25,7 +25,6 @@ DEFAULT_HEADROOM = 0.05  # of the budget, for longer batches and for fragmentati
 
 
 def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any | None) -> Device:
-    """Return the memory of the one device that all parameters are on, or the user's ``Device`` object."""
     home = _find_home(parameters, model_name)
     asked = parse_device(home if device is None else device)
     if isinstance(asked, Device):
@@ -48,7 +47,6 @@ def open_device(device: Any) -> Device:
 
 
 def is_here(device: torch.device) -> bool:
-    """Return whether torch can make tensors on it in this process."""
     try:
         torch.empty(0, device=device)
     except torch.OutOfMemoryError:
@@ -90,7 +88,6 @@ def _find_home(parameters: Sequence[torch.Tensor], model_name: str) -> torch.dev
 
 
 def refuse_meta_model(model_name: str) -> NoReturn:
-    """Raise ``InvalidArgument``: only a trace can run such a model."""
     raise InvalidArgument(
         f"{model_name} is on the meta device, which has no memory to run in; move it with to_empty() first"
     )
@@ -120,7 +117,6 @@ class Allowance(Record):
 
     @property
     def limit_bytes(self) -> int:
-        """Limit of a trial: the budget less the headroom."""
         return self.budget_bytes - self.headroom_bytes
 
 

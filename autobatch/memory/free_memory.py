@@ -36,10 +36,7 @@ class FreeMemory:
         self._of_update = max((one.optimizer_peak for one in trials), default=0) - before
 
     def read(self) -> tuple[int | None, int | None]:
-        """Return what a step can reach at most, and that less the headroom.
-
-        Both count as the trials did. Both are ``None`` if nothing was measured.
-        """
+        """Return what a step can reach at most, and that less the headroom; ``None`` if nothing was measured."""
         if not self.device.measures or not self.plan.trials:
             return None, None
         expected = self._resident - self._missing_state() + self._gradient_bytes()
@@ -48,12 +45,9 @@ class FreeMemory:
         return max(most, 0), max(most - self.plan.headroom_bytes, 0)
 
     def check_update(self) -> None:
-        """Refuse an update that does not fit, while the step can still be undone.
+        """Raise DoesNotFit if the update does not fit even without caches, while the step can still be undone.
 
         The trials measured it. If the optimizer trains more parameters now, it needs more in proportion.
-
-        Raises:
-            DoesNotFit: The memory is not free, even after all caches were given back.
         """
         trained, planned = self.workload.count_trained(), self.plan.trained
         has_grown = 0 < planned < trained
@@ -90,7 +84,6 @@ class FreeMemory:
         return missing
 
     def _reading(self) -> tuple[int, int]:
-        """Return the bytes in use and the budget, as of now."""
         return self.device.usage().allocated, self.device.limit_bytes(self.plan.budget_bytes)
 
     def _gradient_bytes(self) -> int:

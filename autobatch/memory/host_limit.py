@@ -31,11 +31,7 @@ class HostMemory(Record):
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the tightest of the machine's RAM and every control group above this process.
-
-    Raises:
-        OSError: The platform reports none of them.
-    """
+    """Return the tightest of the machine's RAM and every control group above this process."""
     limits = [_read_ram(root), *_control_groups(root)]
     tightest = min(limits, key=lambda limit: limit.total_bytes)
     return tightest.model_copy(update={"available_bytes": min(limit.available_bytes for limit in limits)})

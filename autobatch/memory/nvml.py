@@ -16,7 +16,7 @@ from typing import Any
 from autobatch.records import Record, Tenant
 
 logger = logging.getLogger("autobatch")
-_logged = threading.Event()
+_logged = threading.Event()  # set once a line is logged
 
 # A process with a compute and a graphics context is in both lists, with the same total.
 _PROCESS_LISTS = (
@@ -39,10 +39,9 @@ class CardReading(Record):
 
 
 def query(uuid: str) -> CardReading | None:
-    """Read one card or slice. Return ``None`` and log one line if that fails for any reason.
+    """Read one card or slice, by its uuid with or without prefix; return ``None`` and log one line if that fails.
 
-    ``torch.cuda.get_device_properties(i).uuid`` has no prefix, so this tries a whole card and then a MIG slice. It
-    takes no index, since CUDA and NVML number cards differently.
+    It takes no index, since CUDA and NVML number cards differently.
     """
     try:
         with _session() as nvml:
@@ -53,11 +52,7 @@ def query(uuid: str) -> CardReading | None:
 
 
 def query_all() -> tuple[CardReading, ...]:
-    """Read every card of the driver, in its order, whichever CUDA may use.
-
-    Raises:
-        LookupError: The driver cannot be asked.
-    """
+    """Read every card of the driver, in its order; raise LookupError if the driver cannot be asked."""
     try:
         with _session() as nvml:
             handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
@@ -105,6 +100,11 @@ def _read_card(nvml: Any, uuid: str, handle: Any) -> CardReading:
     )
 
 
+def _name_program(command: str) -> str:
+    """Return the program without its folder and arguments, which may be private."""
+    return command.rpartition("\\")[2] if "\\" in command else command.partition(" ")[0].rpartition("/")[2]
+
+
 def _read_memory(nvml: Any, handle: Any) -> tuple[int, int]:
     """Return total and free bytes; zeros for a card that shares the host's memory."""
     try:
@@ -133,29 +133,17 @@ def _is_divided(nvml: Any, handle: Any) -> bool:
 
 
 def _list_processes(nvml: Any, handle: Any) -> dict[int, int]:
-    """Return the bytes of each process that the driver reports."""
     held: dict[int, int] = {}
-    refusals: list[str] = []
-    for name in _PROCESS_LISTS:
-        try:
-            processes = getattr(nvml, name)(handle)
-        except (nvml.NVMLError, AttributeError) as error:
-            refusals.append(str(error))
-            continue
-        for process in processes:
-            if process.usedGpuMemory is None:  # on Windows, or for a slice without permission
-                _log_once(f"the memory of process {process.pid} is not available")
-            else:
-                held[process.pid] = max(held.get(process.pid, 0), int(process.usedGpuMemory))
     # Many cards refuse one or two lists (no graphics on a slice, no MPS in an old driver), and nothing is missed.
-    if len(refusals) == len(_PROCESS_LISTS):
-        _log_once(refusals[0])
+    lists = [_ask(nvml, name, handle) for name in _PROCESS_LISTS]
+    if all(processes is None for processes in lists):
+        _log_once("the driver lists no processes")
+    for process in (process for processes in lists for process in processes or ()):
+        if process.usedGpuMemory is None:  # on Windows, or for a slice without permission
+            _log_once(f"the memory of process {process.pid} is not available")
+        else:
+            held[process.pid] = max(held.get(process.pid, 0), int(process.usedGpuMemory))
     return held
-
-
-def _name_program(command: str) -> str:
-    """Return the program without its folder and arguments, which may be private."""
-    return command.rpartition("\\")[2] if "\\" in command else command.partition(" ")[0].rpartition("/")[2]
 
 
 def _ask(nvml: Any, function: str, *arguments: Any) -> Any:

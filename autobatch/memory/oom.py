@@ -111,10 +111,7 @@ def ends_context(error: BaseException, *, handled: BaseException | None = None) 
 
 
 def describe_error(error: BaseException, *, handled: BaseException | None = None) -> str:
-    """Return type and first line of an error, for a log: ``"OutOfMemoryError: CUDA out of memory. Tried to..."``.
-
-    A chain is described by the link that ``is_oom`` recognizes, or by ``error`` if it recognizes none.
-    """
+    """Return type and first line of an error, for a log; of a chain, those of the link that ``is_oom`` recognizes."""
     chain = _unchain(error, handled)
     [link, *_] = [e for e in chain if _means_oom(e)] or [e for e in chain if _contains(e, _AMBIGUOUS_TEXTS)] or chain
     line = next((line.strip() for line in str(link).splitlines() if line.strip()), "")

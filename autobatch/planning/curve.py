@@ -42,13 +42,11 @@ class Line(NamedTuple):
     rise: int
 
     def reach(self, limit: int, steepness: int = 1) -> int:
-        """Return the largest size within the limit on this line, or on a steeper one through the same point."""
         if self.rise <= 0:
             return UNLIMITED
         return self.size + (limit - self.peak) * self.run // (self.rise * steepness)
 
     def height(self, size: int) -> int:
-        """Return the bytes at a size on this line, rounded down."""
         return self.peak + (size - self.size) * self.rise // self.run
 
     def passes(self, size: int, peak: int, tolerance: int) -> bool:
@@ -64,7 +62,7 @@ class MemoryCurve(Record):
 
     Attributes:
         allocated: Knots of the growing part, in bytes of tensors.
-        reserved: Knots of the growing part, in bytes that the allocator holds: what meets the limit.
+        reserved: The same, in bytes that the allocator holds: what meets the limit.
         allocated_floor: Bytes of tensors at any size: resident ones, or the optimizer's step if that takes more.
         reserved_floor: The same, as the allocator holds it.
     """
@@ -88,15 +86,11 @@ class MemoryCurve(Record):
         return max(self.reserved_floor, _evaluate(self.reserved, n))
 
     def growing_reserved(self, n: int) -> int:
-        """Return the part that depends on the size, even if the optimizer's step hides it."""
+        """Return the part that depends on the size, also where the optimizer's step hides it."""
         return _evaluate(self.reserved, n)
 
     def largest(self, limit: int) -> int:
-        """Return the most samples in a micro-batch whose reserved peak stays within ``limit`` bytes.
-
-        Returns:
-            0 if not even one sample fits, ``UNLIMITED`` if the size makes no difference.
-        """
+        """Return the most samples whose reserved peak is within the limit: 0 if none fits, ``UNLIMITED`` if all do."""
         if self.peak_reserved(1) > limit:
             return 0
         pieces = pairwise(self.reserved)
@@ -106,10 +100,9 @@ class MemoryCurve(Record):
 def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
     """Fit the curve to what the trials measured.
 
-    It passes through every point of convex measurements. Reserved bytes are a staircase, since the CUDA allocator takes
-    segments of 2 and 20 MiB. There the curve is the greatest convex function below the points, moved up until no point
-    lies above it. So a measured size is never under-predicted. One trial alone gives the line to the resident bytes at
-    size 0, which is steeper than linear memory.
+    The CUDA allocator takes segments, so reserved bytes are a staircase. The curve is the greatest convex function
+    below the points, moved up until no point lies above it: a measured size is never under-predicted. One trial alone
+    gives the line to the resident bytes at size 0, which is steeper than linear memory.
     """
     measured = [trial for trial in trials if ran(trial)]
     if not measured:

@@ -27,7 +27,7 @@ def balance(total: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
     """Return the fewest parts of at most ``largest`` samples that sum to ``total``, as equal as possible, larger first.
 
     ``balance(256, 100)`` is ``(86, 85, 85)``: as many steps as ``(100, 100, 56)`` and less memory. No other division
-    has a larger smallest part. So if that is less than ``smallest``, the total cannot be divided.
+    has a larger smallest part, so InvalidArgument is raised if that is less than ``smallest``.
     """
     _check_samples(max(total, 1), largest)
     if total < 1:
@@ -112,8 +112,8 @@ def _check_samples(total: int, largest: int = 1) -> None:
 def choose_rows(n: int, count: int) -> list[int]:
     """Choose ``n`` of ``count`` samples that show what all are like, in order; beyond the count each several times.
 
-    Samples that belong together must be chosen together, or they do not show it. So four or more are rows 2i and
-    2i + 1. If the batch is large enough, half of them are half a batch further on (of an odd half, one of the two).
+    Samples that belong together are chosen together: four or more are rows 2i and 2i + 1. If the batch is large enough,
+    half of them are half a batch further on (of an odd half, one of the two).
     """
     if not 4 <= n < count:
         return [index * count // n for index in range(n)]
@@ -129,9 +129,8 @@ def choose_rows(n: int, count: int) -> list[int]:
 def spread_evenly(n: int, count: int) -> list[int]:
     """Choose ``n`` of the indices below ``count``, one from each of ``n`` equal ranges, the first among them.
 
-    The distance is not fixed: samples that repeat with a period (one of each class in turn) could all be the same. The
-    golden ratio places each index in its range, since its multiples are spread over 0 to 1 without a period. If the
-    distance still varies, each index has another remainder when divided by ``n``: a period of ``n`` is seen whole.
+    Samples may repeat with a period (one of each class in turn), so the distance is not fixed: multiples of the golden
+    ratio are spread without a period. Each index has another remainder when divided by ``n`` if the distance varies.
     """
     bounds = [*pairwise(index * count // n for index in range(n + 1))]
     anywhere = [low + int(index * _GOLDEN % 1 * (high - low)) for index, (low, high) in enumerate(bounds)]
@@ -141,6 +140,5 @@ def spread_evenly(n: int, count: int) -> list[int]:
 
 
 def _move_row(row: int, bounds: tuple[int, int], distance: int, back: int) -> int:
-    """Return ``distance`` rows on, or ``back`` from there, wherever that is inside its range."""
     choices = (row + distance, row + distance - back)
     return next((choice for choice in choices if bounds[0] <= choice < bounds[1]), row)

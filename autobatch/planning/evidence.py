@@ -29,18 +29,12 @@ class Expected(NamedTuple):
 
 
 class Forecast(Record):
-    """Predicted bytes of a trial at some sizes, with straight lines in between and nothing beyond.
+    """Predicted bytes of a trial at some sizes, with straight lines in between and nothing beyond."""
 
-    Attributes:
-        points: ``(size, bytes)``, ascending in size.
-        largest_to_train: Largest size whose training is predicted to fit in a new process, in which the allocator
-            divides its segments differently. 0 if unknown.
-        is_confirmed: Whether the first step, of two samples, held the predicted bytes.
-    """
-
-    points: tuple[tuple[int, Bytes], ...] = Field(default=(), max_length=10_000)
+    points: tuple[tuple[int, Bytes], ...] = Field(default=(), max_length=10_000)  # (size, bytes), ascending in size
+    # Training in a new process: the allocator divides its segments differently there. 0 if unknown.
     largest_to_train: int = Field(default=0, ge=0)
-    is_confirmed: bool = False
+    is_confirmed: bool = False  # whether the first step, of two samples, held the predicted bytes
 
     @model_validator(mode="after")
     def _check_points(self) -> Forecast:
@@ -49,7 +43,6 @@ class Forecast(Record):
         return self
 
     def predict(self, size: int) -> int | None:
-        """Return the bytes of a trial at this size; ``None`` outside of the points."""
         index = bisect_left(self.points, size, key=lambda point: point[0])
         if index == len(self.points):
             return None
@@ -90,27 +83,16 @@ class Forecast(Record):
 
 
 class Question(Record):
-    """The question of a search: the largest useful size within a limit.
+    """The question of a search: the largest useful size within a limit."""
 
-    Attributes:
-        bound: No size above this is tried: a rank's share of the target, or what the user allows.
-        limit_bytes: Limit of the peak.
-        measures: Whether trials carry bytes. If not, running out of memory is the only signal.
-        smallest_probe: If 2, one sample is tried only after 2 has failed.
-        candidates: Possible answers, ascending. Empty: all up to the bound.
-        expected: Answer of a prediction, where the search begins and may end.
-        expects_no_more: Whether the prediction says that the next candidate does not fit.
-        forecast: Predicted bytes of trials near that answer.
-    """
-
-    bound: int = Field(ge=1)
+    bound: int = Field(ge=1)  # no size above this is tried: a rank's share of the target, or what the user allows
     limit_bytes: int = Field(ge=0)
-    measures: bool = True
-    smallest_probe: int = Field(default=1, ge=1, le=2)
-    candidates: tuple[int, ...] = ()
-    expected: int = Field(default=0, ge=0)
-    expects_no_more: bool = True
-    forecast: Forecast = Forecast()
+    measures: bool = True  # whether trials carry bytes; if not, running out of memory is the only signal
+    smallest_probe: int = Field(default=1, ge=1, le=2)  # if 2, one sample is tried only after 2 has failed
+    candidates: tuple[int, ...] = ()  # possible answers, ascending; empty: all up to the bound
+    expected: int = Field(default=0, ge=0)  # answer of a prediction, where the search begins and may end
+    expects_no_more: bool = True  # whether the prediction says that the next candidate does not fit
+    forecast: Forecast = Forecast()  # predicted bytes of trials near that answer
 
     @model_validator(mode="after")
     def _check_candidates(self) -> Question:
@@ -124,7 +106,6 @@ class Question(Record):
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Possible answers, ascending."""
         return self.candidates or range(1, self.bound + 1)
 
 
@@ -135,27 +116,18 @@ def fits(question: Question, trial: Trial) -> bool:
 
 
 class Evidence:
-    """Settled and open sizes. A failure below a size that fits settles nothing: memory may not be monotone.
-
-    Attributes:
-        answers: Candidates that fit.
-        lowest: Largest of them, or 0.
-        limiting: Smallest size above it that does not fit.
-        open: Candidates between those two.
-        peaks: Bytes that grow with the size, by size.
-        held: All bytes, by size.
-        forecast: Forecast of the question; empty once a trial has refuted it.
-    """
+    """Settled and open sizes. A failure below a size that fits settles nothing: memory may not be monotone."""
 
     def __init__(self, question: Question, trials: Sequence[Trial]) -> None:
         self.question, self.trials = question, trials
         self.failing = {trial.micro_batch_size for trial in trials if not fits(question, trial)}
         self.fitting = {trial.micro_batch_size for trial in trials} - self.failing
         sizes = question.sizes
-        self.answers = [size for size in self.fitting if size in sizes]
+        self.answers = [size for size in self.fitting if size in sizes]  # candidates that fit
         self.lowest = max(self.answers, default=0)
         self.limiting = min((size for size in self.failing if size > self.lowest), default=None)
         self.measured = [trial for trial in trials if trial.outcome == "fits" and question.measures]
+        # By size: bytes that grow with it, and all bytes.
         self.peaks = {trial.micro_batch_size: growing_reserved(trial) for trial in self.measured}
         self.held = {trial.micro_batch_size: max(trial.peak_reserved, trial.peak_allocated) for trial in self.measured}
         is_refuted = self.failing or not question.forecast.agrees(self.held)
@@ -166,7 +138,6 @@ class Evidence:
         self.open = sizes[bisect_right(sizes, self.lowest) : end]
 
     def safe_reach(self, size: int, peak: int) -> int:
-        """Return the largest size within the limit on the line from the resident bytes at 0, which is a steep one."""
         resident = min(trial.resident_bytes for trial in self.measured)
         return Line(size, peak, size, peak - resident).reach(self.question.limit_bytes)
 
@@ -179,9 +150,8 @@ class Evidence:
 def draw_line(peaks: dict[int, int], trials: Sequence[Trial]) -> Line:
     """Draw a line through the largest of at least two measured sizes and the largest of at most 7/8 of it.
 
-    Reserved bytes are a staircase, and two close sizes are often on one step, so the line avoids them. It is at least
-    as steep as the bytes in tensors, which have no steps. One sample is another program, so the line takes it only if
-    there is just one other size.
+    Reserved bytes are a staircase: the line avoids close sizes, and is at least as steep as the bytes in tensors. One
+    sample is another program: the line takes it only if there is just one other size.
     """
     largest = max(peaks)
     others = [size for size in peaks if size != largest and (size > 1 or len(peaks) == 2)]

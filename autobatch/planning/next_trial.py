@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from autobatch.planning.curve import Line
 from autobatch.planning.division import Objective
-from autobatch.planning.evidence import Evidence, Expected, Question, draw_line
+from autobatch.planning.evidence import Evidence, Question, draw_line
 from autobatch.records import Trial
 
 _AS_FAST = 0.98  # share of the best rate that counts as equally fast; timings of one size differ by as much
@@ -28,9 +28,8 @@ _SEGMENT = 20 * 2**20  # bytes that the CUDA allocator takes at once for what is
 def choose_size(question: Question, trials: Sequence[Trial], objective: Objective = "throughput") -> int | None:
     """Return the micro-batch size that a plan may promise: a candidate that has run and fits; ``None`` without one.
 
-    ``"throughput"`` takes the largest: the rates of single trials are too noisy to overrule fewer, fuller steps, and a
-    trial that crawls near the limit has the outcome ``"thrash"``. ``"memory"`` takes the smallest within 2 % of the
-    best rate in samples per second. Without rates it takes the largest too.
+    ``"throughput"`` takes the largest: the rates of single trials are too noisy to overrule fewer, fuller steps.
+    ``"memory"`` takes the smallest within 2 % of the best rate in samples per second, or the largest without rates.
     """
     rates = dict.fromkeys(Evidence(question, trials).answers, 0.0)
     for trial in trials:
@@ -45,10 +44,10 @@ def choose_size(question: Question, trials: Sequence[Trial], objective: Objectiv
 def next_size(question: Question, trials: Sequence[Trial]) -> int | None:
     """Return the next size to try; ``None`` once the largest that fits is found.
 
-    A size is the largest if it is the last candidate, or the next one failed or is known to be over the limit. Two
-    things show that: a forecast that agrees with all trials, or a line through at least three sizes (two if a
-    prediction agrees). So the answer is exact on convex memory. No size is tried twice, and the search takes at most
-    ``most_trials``. On linear memory it takes at most four, and none runs out of memory if two samples fit.
+    A size is the largest if it is the last candidate, or the next one failed or is known to be over the limit: by a
+    forecast that agrees with all trials, or by a line through at least three sizes (two if a prediction agrees). So the
+    answer is exact on convex memory. No size is tried twice. On linear memory it takes at most four trials, and none
+    runs out of memory if two samples fit.
     """
     seen = Evidence(question, trials)
     if not seen.open or _is_proven(seen):
@@ -83,9 +82,9 @@ def most_trials(question: Question) -> int:
 def _affords(left: int, open_sizes: Sequence[int], size: int) -> bool:
     """Return whether the trials left after this one suffice, whatever its outcome.
 
-    Bisecting ``k`` open candidates takes at most ``k.bit_length()`` trials, since the larger part of the other
-    ``k - 1`` is ``k // 2``. Invariant: ``len(open).bit_length() <= left``. It holds at the start, and a trial may only
-    run if it holds afterwards, as it does for the midpoint. So no search takes more than ``most_trials``.
+    Bisecting ``k`` open candidates takes at most ``k.bit_length()`` trials. Invariant: ``len(open).bit_length() <=
+    left``. It holds at the start, and a trial may only run if it holds afterwards, as it does for the midpoint. So no
+    search takes more than ``most_trials``.
     """
     below = bisect_left(open_sizes, size)
     worst = max(below, len(open_sizes) - below - 1) if size in open_sizes else len(open_sizes)
@@ -104,14 +103,16 @@ def _nearest_affordable(left: int, open_sizes: Sequence[int], wish: int) -> int:
 def _is_proven(seen: Evidence) -> bool:
     """Return whether the measurements show that the next candidate is too large, without its trial.
 
-    On convex memory two points are enough, since the line beyond them is never above the truth. A prediction that
-    agrees, or a third point, shows that memory is convex. A forecast of trials near it shows both.
+    The line beyond two points of convex memory is never above the truth. A prediction that agrees, or a third point,
+    shows that memory is convex. A forecast of trials near it shows both.
     """
     question, peaks = seen.question, seen.peaks
     if not seen.lowest:
         return False
     if (foreseen := seen.forecast.expect(seen.open[0], seen.held)) is not None:
-        return foreseen.likely > question.limit_bytes or _is_doubtful(seen, foreseen)
+        # After three trials a candidate that may be too large is not worth a fourth.
+        is_doubtful = len(seen.trials) >= _ENOUGH and foreseen.at_most > question.limit_bytes
+        return foreseen.likely > question.limit_bytes or is_doubtful
     if len(peaks) < 2:
         return False
     line, following = draw_line(peaks, seen.trials), seen.open[0]
@@ -121,11 +122,6 @@ def _is_proven(seen: Evidence) -> bool:
         return True
     enough = len(peaks) >= 3 or all(size in peaks for size in range(question.smallest_probe, seen.lowest + 1))
     return enough and _is_straight(seen, line, following)
-
-
-def _is_doubtful(seen: Evidence, foreseen: Expected) -> bool:
-    """Return whether the next candidate may be too large after three trials: it is not worth a fourth."""
-    return len(seen.trials) >= _ENOUGH and foreseen.at_most > seen.question.limit_bytes
 
 
 def _is_straight(seen: Evidence, line: Line, following: int) -> bool:
@@ -141,10 +137,7 @@ def _is_straight(seen: Evidence, line: Line, following: int) -> bool:
 
 
 def _wishes(seen: Evidence) -> Iterator[tuple[int, int]]:
-    """Yield the sizes worth trying, best first, each with the number of trials that must be left after it.
-
-    If the search affords none of them, the middle of the open sizes is next.
-    """
+    """Yield the sizes worth trying, best first, each with the number of trials that must be left after it."""
     question = seen.question
     if (surest := seen.forecast.largest(seen.open, seen.held, question.limit_bytes)) is not None:
         yield surest, 0

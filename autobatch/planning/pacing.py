@@ -46,21 +46,13 @@ _Wait = Annotated[Count, Field(le=LONGEST_WAIT)]
 
 
 class Ceiling(Record):
-    """The size that runs since the plan's size failed, and the wait until the plan's size is on trial again.
+    """The size that runs since the plan's size failed, and the wait until the plan's size is on trial again."""
 
-    Attributes:
-        ran: Largest size that has run since.
-        failed: Smallest size that failed.
-        wait: Number of clean steps of each wait.
-        left: Number of them still to come. At 0 the plan's size is on trial.
-        is_doubted: Whether ``ran`` failed in the last step.
-    """
-
-    ran: Samples
-    failed: Samples
-    wait: _Wait
-    left: _Wait
-    is_doubted: Flag = False
+    ran: Samples  # the largest size that has run since
+    failed: Samples  # the smallest size that failed
+    wait: _Wait  # clean steps of each wait
+    left: _Wait  # of them still to come; at 0 the plan's size is on trial
+    is_doubted: Flag = False  # whether ``ran`` failed in the last step
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Ceiling:
@@ -83,30 +75,18 @@ class Pace:
 
     Every transition returns a new value, so the old one still describes the state before a step that is undone. A step
     is ``before_step``, any number of ``after_shortage``, and ``after_step``.
-
-    Attributes:
-        ladder: Sizes to choose from, ascending. The last is the plan's.
-        size: Most samples in a micro-batch now. Below the ladder it is halved.
-        curve: Memory curve of the plan.
-        smallest: Fewest samples that the model can run.
-        patience: Clean steps before the size may grow. 0 if a change costs nothing, more for compiled models.
-        reason: Why the size last changed.
-        ceiling: State since the plan's size failed.
-        clean_steps: Number of clean steps at this size.
-        thrashed_steps: Number of steps in a row that thrashed.
-        shortage: Shortages of the running step.
     """
 
-    ladder: tuple[int, ...]
-    size: int
+    ladder: tuple[int, ...]  # sizes to choose from, ascending; the last is the plan's
+    size: int  # most samples in a micro-batch now; below the ladder it is halved
     curve: MemoryCurve | None = None
-    smallest: int = 1
-    patience: int = 0
-    reason: Reason | None = None
-    ceiling: Ceiling | None = None
-    clean_steps: int = 0
-    thrashed_steps: int = 0
-    shortage: _Shortage | None = None
+    smallest: int = 1  # samples that the model can run
+    patience: int = 0  # clean steps before the size may grow; 0 if a change costs nothing, more for compiled models
+    reason: Reason | None = None  # why the size last changed
+    ceiling: Ceiling | None = None  # state since the plan's size failed
+    clean_steps: int = 0  # at this size
+    thrashed_steps: int = 0  # in a row
+    shortage: _Shortage | None = None  # of the running step
 
     def __post_init__(self) -> None:
         if not self.ladder or self.ladder[0] < 1 or any(above <= below for below, above in pairwise(self.ladder)):

@@ -34,7 +34,6 @@ class Piece(NamedTuple):
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of its tensors."""
         return self.growth_bytes if self.tensor_bytes is None else self.tensor_bytes
 
 
@@ -68,7 +67,6 @@ class _LengthClass:
 
     @property
     def most(self) -> int | None:
-        """Most samples that may be tried now."""
         return self.ceiling.most if self.ceiling and self.ceiling.left > 0 else None
 
 
@@ -106,18 +104,13 @@ class PieceSizes:
         return replace(_shrink(sizes, piece.samples * 3 // 4, piece.length), thrashed=0)
 
     def after_shortage(self, samples: int, length: int) -> PieceSizes:
-        """Choose a smaller size after a piece of more than one sample ran out of memory.
-
-        It is a quarter smaller, since expectations are seldom wrong by more. Without measurements it is halfway to the
-        largest that ran.
-        """
+        """Choose a smaller size after a piece of more than one sample ran out of memory."""
         if self.measures:
-            return _shrink(self, samples * 3 // 4, length)
+            return _shrink(self, samples * 3 // 4, length)  # expectations are seldom wrong by more
         ran = max((piece.samples for piece in self.known_at(length).pieces if piece.samples < samples), default=0)
         return _shrink(self, (ran + samples) // 2, length)
 
     def _reach(self, known: tuple[Piece, ...], length: int, room_bytes: int) -> int:
-        """Return the most samples that should fit and are not far beyond those that ran."""
         last = known[-1]
         if not self.measures:
             return 2 * last.samples

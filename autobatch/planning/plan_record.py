@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -56,7 +57,7 @@ class RankPlan(Record):
 class PlanRecord(Record):
     """How one optimizer step's samples are divided on one rank, and the measurements behind that.
 
-    Impossible counts and contradictory fields raise an error when a plan is made or read.
+    Contradictory fields raise an error when a plan is made or read.
 
     Attributes:
         target_batch: Samples of an optimizer step over all ranks.
@@ -81,30 +82,26 @@ class PlanRecord(Record):
         trained: Numbers in the parameters that the optimizer moved in the trials; 0 if unknown.
         weighed: Whether ``fit`` had ``weigh``. A runner then needs it too.
         accumulate_in_float32: Whether gradients in bfloat16 and float16 are added up in float32, in the trials too.
-        verdict: Whether splitting is exact, and the seconds of that check; ``None`` if nothing is split, or
-            ``check=None``.
+        verdict: Whether splitting is exact; ``None`` if nothing is split, or ``check=None``.
         batch_lists: How the lists of the example batch were read, by path: one entry a sample, or fields.
         batch_dims: Number of dimensions of each tensor of the example batch, by path.
         fingerprint: Identity of the measurements: model, step, batch, optimizer, software, device.
         seconds: Duration of ``fit``.
         version: Version of autobatch that made it.
-        id: Name of this plan among all plans, or empty.
+        id: Name of this plan, or empty.
         made_at: Seconds since 1970, UTC; 0 if unknown.
         model: Class of the model.
         objective: Objective of ``fit``: the fewest steps, or the least memory.
-        max_micro_batch: Most samples that a micro-batch may ever have: the user's bound, or the target; ``None`` if
-            unknown.
+        max_micro_batch: Most samples that a micro-batch may ever have; ``None`` if unknown.
         failing_size: Smallest size that did not fit in the search; 0 if all tried sizes did.
         searched_bytes: Limit of the search. A confirmed plan keeps the one of its own search.
         confirms: Id of the remembered plan that one trial has confirmed; empty after a search.
-        lengths: Numbers of samples that run together up to each of a few lengths, the shortest first, if ``fit`` had
-            ``lengths``. Sizes elsewhere (``micro_batch_size``, ``micro_batch_sizes``...) are then those of the worst
-            step, with the longest samples only.
+        lengths: Numbers of samples that run together up to each of a few lengths, the shortest first, with
+            ``by_length``. Sizes elsewhere are then those of the worst step, with the longest samples only.
         padding: Padding of batches, by which they are trimmed.
         dataset_samples: Samples in the dataset of ``fit``, or in its loader's; 0 for a batch or a stream.
         savings: Ways in which the step saves memory already, as far as its first run showed.
-        identity: Traits of the model and the optimizer, so that a runner can warn of others; ``None`` in a plan that
-            was written by hand.
+        identity: Traits of the model and the optimizer, so that a runner can warn of others; ``None`` if unknown.
     """
 
     target_batch: Target
@@ -177,65 +174,51 @@ class PlanRecord(Record):
         return sum(trial.outcome == "oom" for trial in self.trials)
 
     @model_validator(mode="after")
-    def _refuse_wrong_shares(self) -> PlanRecord:
-        if self.rank >= self.world_size:
-            raise ValueError(f"rank={self.rank}, but world_size={self.world_size}, and ranks are counted from 0")
-        if self.shares and len(self.shares) != self.world_size:
-            raise ValueError(f"shares are of {len(self.shares)} ranks, but world_size={self.world_size}")
-        if self.shares and sum(self.shares) != self.target_batch:
-            raise ValueError(f"shares sum to {sum(self.shares)}, but target_batch={self.target_batch}")
-        possible = self._possible_shares()
-        if sum(self.micro_batch_sizes) not in possible:
-            expected, total = " or ".join(map(str, sorted(possible))), sum(self.micro_batch_sizes)
-            raise ValueError(f"micro_batch_sizes sum to {total}, but a rank's share of the target is {expected}")
+    def _refuse_contradictions(self) -> PlanRecord:
+        for message in (*self._check_shares(), *self._check_ranks(), *self._check_sizes()):
+            raise ValueError(message)
         return self
 
-    def _possible_shares(self) -> set[int]:
-        """Return the possible shares of this rank; without ``shares``, those of any rank of an even division."""
-        if self.shares:
-            return {self.shares[self.rank]}
-        share = self.target_batch // self.world_size
-        return {share, share + (self.target_batch % self.world_size > 0)}  # the first ranks have one more
-
-    @model_validator(mode="after")
-    def _refuse_wrong_ranks(self) -> PlanRecord:
-        if not self.ranks:
-            return self
-        if [one.rank for one in self.ranks] != list(range(self.world_size)):
-            raise ValueError(f"ranks must be one entry for each of world_size={self.world_size} ranks, from 0 on")
-        if tuple(one.share for one in self.ranks) != self.shares:
-            raise ValueError("ranks have other shares than shares")
-        own = self.ranks[self.rank]
-        for name in ("micro_batch_size", "accumulation_steps", "peak_bytes", "budget_bytes"):
-            if getattr(own, name) != getattr(self, name):
-                raise ValueError(f"ranks has {name}={getattr(own, name)} for rank {self.rank}, not the plan's own")
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_wrong_lengths(self) -> PlanRecord:
+    def _check_sizes(self) -> Iterator[str]:
+        sizes, size, smallest = self.micro_batch_sizes, self.micro_batch_size, self.smallest_micro_batch
+        if size != max(sizes, default=0):
+            yield f"micro_batch_size={size} is not the largest of micro_batch_sizes"
+        if self.max_micro_batch is not None and self.max_micro_batch < size:
+            yield f"micro_batch_size={size} is more than max_micro_batch={self.max_micro_batch}"
+        if len(sizes) > 1 and min(sizes) < smallest:
+            yield f"micro_batch_sizes has a {min(sizes)}, less than smallest_micro_batch={smallest}"
+        if self.accumulation_steps != len(sizes):
+            yield f"accumulation_steps={self.accumulation_steps}, but micro_batch_sizes has {len(sizes)}"
+        if not self.device.total_bytes and (self.peak_bytes or self.curve):
+            yield "device.total_bytes=0, but memory was measured on it: peak_bytes or curve"
+        if self.headroom_bytes > self.budget_bytes:
+            yield f"headroom_bytes={self.headroom_bytes} is more than budget_bytes={self.budget_bytes}"
         for shorter, longer in pairwise(self.lengths):
             if shorter.length >= longer.length or shorter.micro_batch_size <= longer.micro_batch_size:
-                raise ValueError("lengths must go up, and the samples that run together at each of them down")
-        if self.lengths and self.micro_batch_size > self.lengths[-1].micro_batch_size:
-            most = self.lengths[-1].micro_batch_size
-            raise ValueError(f"micro_batch_size={self.micro_batch_size} is more than the {most} of the longest lengths")
-        return self
+                yield "lengths must go up, and the samples that run together at each of them down"
+        if self.lengths and size > (most := self.lengths[-1].micro_batch_size):
+            yield f"micro_batch_size={size} is more than the {most} of the longest lengths"
 
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> PlanRecord:
-        sizes = self.micro_batch_sizes
-        if self.micro_batch_size != max(sizes, default=0):
-            raise ValueError(f"micro_batch_size={self.micro_batch_size} is not the largest of micro_batch_sizes")
-        if self.max_micro_batch is not None and self.max_micro_batch < self.micro_batch_size:
-            limit = f"max_micro_batch={self.max_micro_batch}"
-            raise ValueError(f"micro_batch_size={self.micro_batch_size} is more than {limit}")
-        if len(sizes) > 1 and min(sizes) < self.smallest_micro_batch:
-            smallest = self.smallest_micro_batch
-            raise ValueError(f"micro_batch_sizes has a {min(sizes)}, less than smallest_micro_batch={smallest}")
-        if self.accumulation_steps != len(sizes):
-            raise ValueError(f"accumulation_steps={self.accumulation_steps}, but micro_batch_sizes has {len(sizes)}")
-        if not self.device.total_bytes and (self.peak_bytes or self.curve):
-            raise ValueError("device.total_bytes=0, but memory was measured on it: peak_bytes or curve")
-        if self.headroom_bytes > self.budget_bytes:
-            raise ValueError(f"headroom_bytes={self.headroom_bytes} is more than budget_bytes={self.budget_bytes}")
-        return self
+    def _check_shares(self) -> Iterator[str]:
+        target, ranks, shares = self.target_batch, self.world_size, self.shares
+        if self.rank >= ranks:
+            yield f"rank={self.rank}, but world_size={ranks}, and ranks are counted from 0"
+        if shares and len(shares) != ranks:
+            yield f"shares are of {len(shares)} ranks, but world_size={ranks}"
+        if shares and sum(shares) != target:
+            yield f"shares sum to {sum(shares)}, but target_batch={target}"
+        # Without shares, those of any rank of an even division: the first ranks have one more.
+        possible = {*shares[self.rank : self.rank + 1]} or {target // ranks, -(-target // ranks)}
+        if sum(self.micro_batch_sizes) not in possible:
+            expected, total = " or ".join(map(str, sorted(possible))), sum(self.micro_batch_sizes)
+            yield f"micro_batch_sizes sum to {total}, but a rank's share of the target is {expected}"
+
+    def _check_ranks(self) -> Iterator[str]:
+        if self.ranks and [one.rank for one in self.ranks] != list(range(self.world_size)):
+            yield f"ranks must be one entry for each of world_size={self.world_size} ranks, from 0 on"
+        elif self.ranks and tuple(one.share for one in self.ranks) != self.shares:
+            yield "ranks have other shares than shares"
+        for own in self.ranks[self.rank : self.rank + 1]:
+            for name in ("micro_batch_size", "accumulation_steps", "peak_bytes", "budget_bytes"):
+                if getattr(own, name) != getattr(self, name):
+                    yield f"ranks has {name}={getattr(own, name)} for rank {self.rank}, not the plan's own"

@@ -28,8 +28,7 @@ class Wanted(Record):
 def choose_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> tuple[PlanRecord | None, str]:
     """Return the plan that answers the same request best within today's limit, and the newest of equal ones.
 
-    ``plans`` have one fingerprint, the newest first. A start under a lower limit leaves a plan with smaller
-    micro-batches, which must not hide the better one. If none is usable, return the newest for this request with the
+    ``plans`` have one fingerprint, the newest first. If none is usable, return the newest for this request with the
     reason, which is empty otherwise.
     """
     measured = [plan for plan in plans if not plan.predicted]
@@ -48,8 +47,8 @@ def choose_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> tuple[Plan
 def why_not_confirmed(plan: PlanRecord, trial: Trial, limit_bytes: int) -> str:
     """Return the reason why the trial of a remembered plan's size does not confirm it; empty if it does.
 
-    The trial is compared with the curve of the search, which each confirmed plan keeps. Compared with the last
-    confirmation, many small changes would pass one by one. ``limit_bytes`` is today's limit of a step.
+    It is compared with the curve of the search, which each confirmed plan keeps: compared with the last confirmation,
+    many small changes would pass one by one.
     """
     size, curve, peak = trial.micro_batch_size, plan.curve, trial.peak_reserved
     if trial.outcome == "oom":
@@ -76,7 +75,6 @@ def _tolerance(plan: PlanRecord, known: int) -> float:
 
 
 def _describe_question(plan: PlanRecord, wanted: Wanted) -> str:
-    """Return the differences to the plan's request; empty if it is the same."""
     samples = "target_batch" if plan.world_size == 1 else "samples of this rank"
     pairs = [
         (samples, sum(plan.micro_batch_sizes), wanted.target_batch),

@@ -28,8 +28,8 @@ _RANKS_SHOWN = 16
 def share_target(target: int, share: Share, rates: Sequence[float]) -> tuple[int, ...]:
     """Return the samples of each rank, at least one, which sum to ``target``.
 
-    Of an ``"equal"`` share the first ranks have one more if the target does not divide evenly. ``"speed"`` is in
-    proportion to ``rates``, the samples a second of each rank. Other shares read only their number.
+    Of an ``"equal"`` share the first ranks have one more if need be. ``"speed"`` is in proportion to ``rates``, the
+    samples a second of each rank. Other shares read only their number.
     """
     ranks = len(rates)
     if target < ranks:
@@ -45,10 +45,9 @@ def share_target(target: int, share: Share, rates: Sequence[float]) -> tuple[int
 
 
 def share_batch(samples: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Return the samples of each rank in a batch of another size than the target, such as the last one of an epoch.
+    """Return the samples of each rank in a batch of another size than the target, in proportion to its shares.
 
-    They are in proportion to the shares of the target and sum to ``samples``. Each rank has at least one if there are
-    enough.
+    Each rank has at least one if there are enough.
     """
     return _apportion(samples, list(map(Fraction, shares)), least=min(1, samples // len(shares)))
 
@@ -102,13 +101,18 @@ def _read_rate(rank: int, rate: Any) -> Fraction:
 
 
 def _check_shares(target: int, share: Any, ranks: int) -> tuple[int, ...]:
-    """Return the user's numbers, or raise ``InvalidArgument``."""
     if not isinstance(share, Sequence) or isinstance(share, str | bytes | bytearray | memoryview):
         raise InvalidArgument(
             f"share={show_value(share)} must be 'equal', 'speed' or a number of samples for each rank, such as "
             f"{_show_shares(spread(target, ranks))}"
         )
-    shares = tuple(_read_share(share, rank) for rank in range(len(share)))
+    shares = tuple(_as_whole(samples) for samples in share)
+    for rank, samples in enumerate(shares):
+        if samples < 1:
+            raise InvalidArgument(
+                f"share={show_value(share)} has {show_value(share[rank])} for rank {rank}: each rank needs a whole "
+                f"number of samples, at least 1"
+            )
     if len(shares) != ranks:
         counts = plural(len(shares), "number")
         raise InvalidArgument(f"share={show_value(share)} has {counts} for {ranks} ranks: pass one for each rank")
@@ -120,18 +124,11 @@ def _check_shares(target: int, share: Any, ranks: int) -> tuple[int, ...]:
     return shares
 
 
-def _read_share(share: Sequence[Any], rank: int) -> int:
-    entry = share[rank]
+def _as_whole(value: Any) -> int:
     try:
-        samples = 0 if isinstance(entry, bool) else operator.index(entry)
+        return 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        samples = 0
-    if samples < 1:
-        raise InvalidArgument(
-            f"share={show_value(share)} has {show_value(entry)} for rank {rank}: each rank needs a whole number of "
-            f"samples, at least 1"
-        )
-    return samples
+        return 0
 
 
 def _show_shares(shares: Sequence[int]) -> str:

@@ -40,13 +40,9 @@ def halve_lengths(longest: int, size: int, bound: int) -> tuple[int, ...]:
 
 
 def choose_size(measured: Mapping[int, float], resident: int, limit_bytes: int, length: int) -> int:
-    """Return how many samples of a length should fit.
+    """Return how many samples of a length should fit, by the bytes that each sample takes at one length or two.
 
-    Args:
-        measured: Bytes that each sample takes, by length; at least one length.
-        resident: Bytes that do not depend on how many samples there are.
-        limit_bytes: Bytes that a step may hold.
-        length: At most the longest that was measured.
+    ``resident`` bytes do not depend on how many samples there are.
     """
     each = max(_bytes_at(measured, length), 1.0)
     return max(int((limit_bytes - limit_bytes // _SPARE - resident) / each), 0)
@@ -84,16 +80,10 @@ def edge_above(sizes: Sequence[SizeAtLength], length: int) -> SizeAtLength:
 def divide_by_length(
     lengths: Sequence[int], sizes: Sequence[SizeAtLength], scale: int, smallest: int = 1
 ) -> tuple[int, ...]:
-    """Return how many samples each micro-batch has; samples are in order of length, the longest first.
+    """Return how many samples each micro-batch has; ``lengths`` are those of the samples, the longest first.
 
-    As few micro-batches as can be, and of those the division that stays furthest from what was tried: as nearly the
-    same part of it in each as whole samples allow.
-
-    Args:
-        lengths: The length of each sample, none longer than the longest edge.
-        sizes: The edges, shortest first.
-        scale: The most samples at the shortest edge now; other edges in proportion.
-        smallest: The fewest samples that the model can run; what would be left alone joins the micro-batch before it.
+    As few micro-batches as can be, each as nearly the same part of what was tried as whole samples allow. ``scale`` is
+    the most samples at the shortest edge now. What would be fewer than ``smallest`` joins the micro-batch before it.
     """
     division = _divide_greedily(lengths, sizes, scale, smallest)
     low, high = 0, scale
@@ -130,7 +120,6 @@ def scale_of(samples: int, length: int, sizes: Sequence[SizeAtLength]) -> int:
 
 
 def scale_ladder(most: int) -> tuple[int, ...]:
-    """Return the scales worth going on with, ascending."""
     return tuple(sorted({-(-most * step // _STEPS) for step in range(1, _STEPS + 1)}))
 
 

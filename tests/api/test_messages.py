@@ -268,7 +268,7 @@ TABLE = [
     (
         lambda: fit(model=nn.Sequential(nn.Conv2d(3, 8, 3)), batch=None, step=None),
         "NeedsBatch",
-        ["batch=torch.zeros"],
+        ["0 (Conv2d)", "batch="],
     ),
     (lambda: fit(step=lambda m, b: 1.0), "InvalidArgument", ["step()"]),
     (lambda: fit(step=lambda m, b: m(b[0])), "InvalidArgument", ["step()"]),

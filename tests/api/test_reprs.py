@@ -38,7 +38,7 @@ RECORDS = {
         lambda: Verdict(exact=False, relative_error=0.25, causes=(LONG,) * 3, samples=8),
         "Verdict(exact=False, relative_error=0.25",
     ),
-    "rank": (lambda: MANY[5], "RankStep(rank=5, samples=4"),
+    "rank": (lambda: MANY[5], "RankStep(samples=4, micro_batch_size=2, "),
     "event": (
         lambda: autobatch.events.StepFailed(step=4, reason=LONG, out_of_memory=True),
         "StepFailed(step=4, reason='it happened",

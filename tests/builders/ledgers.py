@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from autobatch.events import Retried, SizeChanged, StepFailed, StepFinished
-from autobatch.events.run_history import Run, RunUpdate, StepRange
+from autobatch.events.run_history import Run, StepRange
 from autobatch.plan import Plan
 from autobatch.planning.division import balance
 from autobatch.records import DeviceInfo
@@ -46,10 +46,15 @@ def make_run(name="r1", plan="a1", **changes):
 
 
 def make_update(position, run="r1", steps=1, **changes):
-    """An update of one range: the one at this position, ``steps`` long."""
-    part = StepRange(first_step=position, last_step=position + steps - 1, micro_batch_size=8, samples=32 * steps)
-    fields = {"id": run, "plan_id": "a1", "pid": 7, "started_at": 3e9, "last_seen_at": 3e9}
-    return RunUpdate(**{**fields, "first_range": position, "ranges": (part,), **changes})
+    """An update of one range, which begins at this step and is ``steps`` long; each has another size."""
+    part = StepRange(
+        first_step=position,
+        last_step=position + steps - 1,
+        micro_batch_size=8,
+        samples=32 * steps,
+        allowed_size=position,
+    )
+    return make_run(run, **{"ranges": (part,), **changes})
 
 
 def names(plans):
@@ -60,7 +65,7 @@ def names(plans):
 def add_run(store, plan, run):
     """Store a plan, and a run of it in one line."""
     store.begin_run(plan)
-    store.update_run(RunUpdate(**dict(run)))
+    store.update_run(run)
 
 
 def failed(reason, step=0):

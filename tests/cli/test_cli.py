@@ -361,7 +361,7 @@ def test_no_line_is_there_twice(own_logging, here, tmp_path):
 
 def test_a_plan_of_another_version_is_reported_and_left_out(here, ask, monkeypatch):
     """On stderr, so that nobody takes it for gone."""
-    monkeypatch.setattr("autobatch.ledger.home._warned", set())
+    monkeypatch.setattr("autobatch.ledger.store._warned", set())
     ask("fit", "train_it:make", "--target", "64")
     [path] = (here / "home" / "plans").rglob("*.json")
     path.write_text(path.read_text().replace('"target_batch": 64', '"target_batch": "many"'))

@@ -18,7 +18,7 @@ from torch.utils.data import (
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
-from autobatch.fitting.loader_sizes import warn_of_loader
+from autobatch.fitting.fit import warn_of_loader
 from autobatch.testing import FakeDevice
 
 DATA = TensorDataset(*make_batch(64, torch.float64))

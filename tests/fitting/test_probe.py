@@ -13,9 +13,8 @@ from workloads import Everything, bits_of, differences, make_batch, mean_step
 
 import autobatch
 from autobatch.batch.samples import describe
-from autobatch.fitting.probe import Probe, Readings
+from autobatch.fitting.probe import Probe
 from autobatch.memory.cpu import CpuDevice
-from autobatch.records import MemoryUsage
 from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice, oom_at
 from autobatch.undo.training_state import TrainingState
@@ -163,14 +162,6 @@ def test_a_trial_that_crawls_where_memory_may_spill_does_not_fit(may_spill, outc
     with TrainingState(model, None, torch.device("cpu"), host_bytes=ROOMY) as state:
         probe = Probe(Workload(model, step), describe(make_batch(64)), device, 1000, state)
         assert [probe.run(size).outcome for size in (2, 16, 32)] == outcomes
-
-
-def test_memory_that_spilled_is_thrash():
-    """The device counts it, in the passes or in the update."""
-    for part in ("backward", "optimizer"):
-        readings = Readings(**{part: MemoryUsage(spilled=2**30)})
-        assert readings.summarise(8, FakeDevice(lambda n: n, 100), 100, [], has_ended=False).outcome == "thrash"
-    assert Readings().summarise(8, FakeDevice(lambda n: n, 100), 100, [], has_ended=False).outcome == "fits"
 
 
 def test_a_growing_count_of_allocator_retries_is_thrash():

@@ -232,7 +232,7 @@ def test_a_step_that_fails_ends_its_run_as_failed(home):
 
 def test_a_ledger_that_cannot_be_used_costs_a_line(tmp_path, monkeypatch, caplog):
     """The folder is a file, say: fit and Runner do all they do without one."""
-    monkeypatch.setattr("autobatch.ledger.home._warned", set())
+    monkeypatch.setattr("autobatch.ledger.store._warned", set())
     (tmp_path / "file").touch()
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("AUTOBATCH_LEDGER", "on")

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from ledgers import make_plan, make_update
 
-from autobatch.ledger import home
+from autobatch.ledger import ledger as ledger_module
+from autobatch.ledger import store as store_module
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.store import Store
 
@@ -22,7 +23,7 @@ from autobatch.ledger.store import Store
 @pytest.fixture(autouse=True)
 def _no_warnings_yet(monkeypatch, caplog):
     """Begin as a process that has warned of nothing."""
-    monkeypatch.setattr(home, "_warned", set())
+    monkeypatch.setattr(store_module, "_warned", set())
     caplog.set_level(logging.WARNING, "autobatch")
 
 
@@ -68,7 +69,7 @@ def test_the_environment_says_where(tmp_path, monkeypatch):
 
 def test_without_a_home_nothing_is_stored(monkeypatch, caplog):
     """A user whom the system does not know can train, and one log line says what to set."""
-    monkeypatch.setattr(home.Path, "expanduser", lambda _: Path("~nobody"))
+    monkeypatch.setattr(ledger_module.Path, "expanduser", lambda _: Path("~nobody"))
     monkeypatch.setenv("AUTOBATCH_HOME", "~nobody")
     monkeypatch.delenv("AUTOBATCH_LEDGER", raising=False)
     assert use(Ledger.open()) == use(Ledger.open()) == (False, [], False, "not now")

@@ -17,10 +17,11 @@ from torch import nn
 
 import autobatch
 from autobatch.cli.main import main
-from autobatch.events import BatchDiffers, StepFinished
+from autobatch.events import BatchDiffers, StepFinished, run_history
 from autobatch.events.run_history import RankTotal, Setback
 from autobatch.events.runner_events import RankStep
-from autobatch.ledger import home, run_recorder
+from autobatch.ledger import run_recorder
+from autobatch.ledger import store as store_module
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.ledger.store import Store
@@ -30,7 +31,7 @@ from autobatch.testing import FakeDevice
 @pytest.fixture(autouse=True)
 def _no_warnings_yet(monkeypatch, caplog):
     """Begin as a process that has warned of nothing."""
-    monkeypatch.setattr(home, "_warned", set())
+    monkeypatch.setattr(store_module, "_warned", set())
     caplog.set_level(logging.WARNING, "autobatch")
 
 
@@ -134,7 +135,7 @@ def test_setbacks_say_what_happened(tmp_path):
 
 def test_endless_trouble_is_bounded(tmp_path, monkeypatch):
     """Beyond the most rows steps add up in the last range, and setbacks are its retries."""
-    monkeypatch.setattr(run_recorder, "_MOST_ROWS", 10)
+    monkeypatch.setattr(run_history, "_MOST_ROWS", 10)
     recorder = RunRecorder(make_plan(), Ledger(tmp_path))
     for step in range(100):
         take(recorder, retried(step), finished(step, retries=step % 2))

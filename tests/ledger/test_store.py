@@ -15,7 +15,6 @@ from sampling import sample
 
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import RankTotal, Setback, StepRange
-from autobatch.ledger import home
 from autobatch.ledger import store as store_module
 from autobatch.ledger.store import Store, plan_id, runs_id
 from autobatch.records import DeviceInfo
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.quick
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """An empty ledger, in a process that has warned of nothing."""
-    monkeypatch.setattr(home, "_warned", set())
+    monkeypatch.setattr(store_module, "_warned", set())
     return Store(tmp_path / "home")
 
 
@@ -180,7 +179,9 @@ def test_what_is_not_a_plan_of_ours_is_left_alone(tmp_path, store):
 
 def test_a_run_is_read_as_it_was_written(store):
     """With all its ranges and setbacks in order, and newest first among others."""
-    ranges = tuple(StepRange(first_step=n, last_step=n, micro_batch_size=n, seconds=0.1 * n) for n in range(12))
+    ranges = tuple(
+        StepRange(first_step=n, last_step=n, micro_batch_size=n, seconds=0.1 * n, allowed_size=n) for n in range(12)
+    )
     setbacks = tuple(Setback(step=n, kind="retry", old_size=n + 2, new_size=n + 1, reason=str(n)) for n in range(12))
     run = make_run(ranges=ranges, setbacks=setbacks, outcome="failed", reason="why")
     add_run(store, make_plan(), run)
@@ -190,17 +191,19 @@ def test_a_run_is_read_as_it_was_written(store):
 
 
 def test_updates_follow_each_other(store):
-    """The last range grows, new ones and new setbacks follow, the run's own fields are the last ones."""
+    """Steps of one size make one range, ranks and setbacks add up, the run's own fields are the last ones."""
     store.begin_run(make_plan())
     setbacks = tuple(Setback(step=1, kind="size", old_size=8, new_size=new) for new in (4, 2))
+    like_the_first = StepRange(first_step=1, last_step=4, micro_batch_size=9, samples=128)
     store.update_run(make_update(0))
-    store.update_run(make_update(0, steps=5, setbacks=setbacks[:1]))
-    store.update_run(make_update(1, steps=2, setbacks=setbacks[1:], ranks=(RankTotal(steps=1),)))
-    store.update_run(make_update(2, outcome="failed", reason="why", last_seen_at=6e9, ranks=(RankTotal(steps=2),)))
+    store.update_run(make_run(ranges=(like_the_first,), setbacks=setbacks[:1]))
+    store.update_run(make_update(5, steps=2, setbacks=setbacks[1:], ranks=(RankTotal(steps=1, retries=1),)))
+    last = RankTotal(steps=2, peak_bytes=9)
+    store.update_run(make_update(7, outcome="failed", reason="why", last_seen_at=6e9, ranks=(last,)))
     [run] = store.runs_of("a1")
-    assert [part.samples for part in run.ranges] == [160, 64, 32]
+    assert [(part.samples, part.micro_batch_size) for part in run.ranges] == [(160, 9), (64, 8), (32, 8)]
     assert run.setbacks == setbacks
-    assert run.ranks == (RankTotal(steps=2),)
+    assert run.ranks == (RankTotal(steps=3, retries=1, peak_bytes=9),)
     assert (run.outcome, run.reason, run.last_seen_at, run.started_at) == ("failed", "why", 6e9, 3e9)
 
 

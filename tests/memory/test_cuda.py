@@ -401,23 +401,3 @@ def test_a_card_with_its_own_memory_is_not_bound_by_the_host(allocator, monkeypa
     with device.limit(80 * GIB):
         assert device.available_bytes() == 80 * GIB
         device.reset_peak()
-        assert device.usage().spilled == 0
-
-
-@pytest.mark.parametrize(
-    ("taken", "host_lost", "spilled"),
-    [(79, 4 * GIB, 4 * GIB), (40, 4 * GIB, 0), (79, 10 * MIB, 0), (79, 0, 0)],
-    ids=["full and spilled", "not full", "full", "full and quiet"],
-)
-def test_what_a_full_card_moves_to_the_host_is_counted_under_windows(allocator, monkeypatch, taken, host_lost, spilled):
-    """Only memory that the host loses while the card is full, since the last reset."""
-    free = iter([60 * GIB, 60 * GIB - host_lost])
-    monkeypatch.setattr(
-        "autobatch.memory.cuda.read_host_memory",
-        lambda: HostMemory(total_bytes=64 * GIB, available_bytes=next(free), source="RAM"),
-    )
-    monkeypatch.setattr("platform.uname", lambda: SimpleNamespace(release="5.15.153.1-microsoft-standard-WSL2"))
-    device = CudaDevice(CARD)
-    device.reset_peak()
-    allocator.allocate(taken * GIB)
-    assert device.usage().spilled == spilled

@@ -213,7 +213,7 @@ def test_without_permission_the_memory_is_still_read(install, caplog):
         setattr(fake, f"nvmlDeviceGet{name}RunningProcesses", refuse)
     reading = nvml.query(UUID)
     assert (reading.free_bytes, reading.tenants) == (30 * GIB, ())
-    assert lines(caplog) == ["who else holds memory of the GPU is not fully known: Not Supported"]
+    assert lines(caplog) == ["who else holds memory of the GPU is not fully known: the driver lists no processes"]
 
 
 def broken(name, error):

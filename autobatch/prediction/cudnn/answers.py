@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from autobatch.ledger.home import find_home, is_enabled
+from autobatch.ledger.ledger import find_home, is_enabled
 from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.prediction.cudnn.graph_api import DEVICES
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from autobatch.ledger import home as home_module
-from autobatch.ledger.home import find_home, is_enabled, warn_once
+from autobatch.ledger import store
+from autobatch.ledger.ledger import find_home, is_enabled
 
 
 @pytest.mark.parametrize("word", ["off", "OFF", "Off ", "0", "false", "False", "no", "NO"])
@@ -71,7 +71,7 @@ def test_where_no_home_is_known_that_is_said(monkeypatch, tmp_path):
 
 def test_a_warning_is_logged_once_a_process_and_cause(caplog, monkeypatch):
     """The same cause with other words is silent, another cause is not."""
-    monkeypatch.setattr(home_module, "_warned", set())
+    monkeypatch.setattr(store, "_warned", set())
     for cause, message in [("a", "first"), ("a", "second"), ("b", "third")]:
-        warn_once(cause, message)
+        store.warn_once(cause, message)
     assert [record.getMessage() for record in caplog.records] == ["first", "third"]
