@@ -146,7 +146,7 @@ class _Repeatable(DispatchMode):
             given = _read_arguments(func, args, kwargs)
             result = func(**_with_heads(func, given))
             result = self._widen_made(result) if is_made else result
-            return result.copy_(_fit(func, given, self._random.draw(result)))
+            return result.copy_(_bring_into_range(func, given, self._random.draw(result)))
         result = call_operator(func, tuple(args), kwargs)
         return self._widen_made(result) if is_made or func is _ATEN.lift_fresh.default else result
 
@@ -213,7 +213,7 @@ def _with_heads(func: Any, given: dict[str, Any]) -> dict[str, Any]:
     return {**given, key: max(chance, least) if chance else chance}
 
 
-def _fit(func: Any, given: Mapping[str, Any], numbers: torch.Tensor) -> torch.Tensor:
+def _bring_into_range(func: Any, given: Mapping[str, Any], numbers: torch.Tensor) -> torch.Tensor:
     """Bring numbers of the whole batch into the range that this call draws from, which may depend on its samples."""
     name = _name_of(func)
     if name == "randperm":

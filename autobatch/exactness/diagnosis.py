@@ -91,11 +91,14 @@ def judge_batch_norm(measured: Measurement, parts: Parts) -> Verdict | None:
     with _fixed_statistics(measured) as (names, fixed):
         if not names or fixed.error([parts]) > TOLERANCE:
             return None
-    modules, samples = measured.find_modules([parts]), measured.layout.count
-    found = Verdict(exact=False, relative_error=modules[0].relative_error if modules else error, modules=modules)
-    partitions = (tuple(map(len, parts)),)
-    return found.model_copy(
-        update={"causes": (blame_batch_norms(names),), "samples": samples, "partitions": partitions}
+    modules = measured.find_modules([parts])
+    return Verdict(
+        exact=False,
+        relative_error=modules[0].relative_error if modules else error,
+        causes=(blame_batch_norms(names),),
+        samples=measured.layout.count,
+        partitions=(tuple(map(len, parts)),),
+        modules=modules,
     )
 
 
@@ -112,7 +115,11 @@ def find_causes(measured: Measurement, partitions: Sequence[Parts], exact: Layou
             causes = (blame_batch_norms(names),)
         if not names or fixed.error(partitions) > TOLERANCE:
             causes += _find_further_causes(fixed, partitions)
-    if exact is None or causes[-1] not in _OPEN or not _is_by_size(measured, partitions, exact):
+    if exact is None or causes[-1] not in _OPEN:
+        return causes
+    # Their number matters if the same few samples, each several times in a row, do not split exactly either.
+    measured.release()
+    if measured.on(exact.spread(measured.layout.count)).error(partitions) <= TOLERANCE:
         return causes
     depends_on_size = (
         f"splitting {exact.count} samples is exact and splitting {measured.layout.count} is not, so the step depends "
@@ -121,13 +128,6 @@ def find_causes(measured: Measurement, partitions: Sequence[Parts], exact: Layou
         f"micro-batch is the unit you want"
     )
     return (*causes[:-1], depends_on_size)
-
-
-def _is_by_size(measured: Measurement, partitions: Sequence[Parts], exact: Layout) -> bool:
-    """Return whether the same few samples, repeated, do not split exactly either: so their number matters."""
-    measured.release()
-    # Each several times in a row, so that parts have different ones.
-    return measured.on(exact.spread(measured.layout.count)).error(partitions) > TOLERANCE
 
 
 def _find_further_causes(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:

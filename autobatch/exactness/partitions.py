@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -67,24 +67,23 @@ def _finest(samples: int, smallest: int) -> Sizes:
     return (first, *[smallest] * (parts - 1), smallest + rest)
 
 
-def wholes_of(target: int, size: int, most: int, compared: int) -> Sizes:
-    """Return the numbers of samples to compare at once: the best choice first, then what to try if memory runs out."""
+def divisions_of(planned: Planned, compared: int) -> Iterator[Sizes]:
+    """Yield the partitions to compare at full size: the best choice first, then what to try if memory runs out.
+
+    The plan's own of the whole target; planned micro-batches if at least two fit at once; else what retries would run.
+    """
+    target, size, most, smallest = planned
     wholes, fewer = [min(target, most)], min(size, target)
     while fewer > compared:
         wholes.append(fewer)
         fewer //= 2
-    return tuple(dict.fromkeys(whole for whole in wholes if whole > compared))
-
-
-def divide_at_full_size(target: int, size: int, whole: int, smallest: int) -> Sizes:
-    """Return the one partition of ``whole`` samples that is compared; it may leave out a remainder of them.
-
-    The plan's own if ``whole`` is the target; planned micro-batches if two fit at once; else what retries would run.
-    """
-    if whole < 2 * size:
-        return balance(target, size, smallest) if whole == target > size else halvings(whole, smallest)
-    sizes = balance(target, size, smallest) if whole == target else (size,) * (whole // size)
-    return sizes[:LONGEST_LIST]  # more than a verdict can list
+    for whole in dict.fromkeys(whole for whole in wholes if whole > compared):
+        if whole == target > size:
+            yield balance(target, size, smallest)[:LONGEST_LIST]  # more than a verdict can list
+        elif whole >= 2 * size:
+            yield (size,) * min(whole // size, LONGEST_LIST)
+        elif sizes := halvings(whole, smallest):
+            yield sizes
 
 
 def halvings(samples: int, smallest: int) -> Sizes:

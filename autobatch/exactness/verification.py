@@ -15,7 +15,7 @@ from autobatch.batch.lengths import ByLength, SamplesByLength, read_by_length
 from autobatch.batch.samples import Layout, check_values
 from autobatch.distributed.data_parallel import module_of
 from autobatch.exactness.comparison import SplitComparison, unchecked
-from autobatch.exactness.partitions import Planned, divide_at_full_size, wholes_of
+from autobatch.exactness.partitions import Planned, divisions_of
 from autobatch.exactness.updates import check_update
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_allowance, find_device
@@ -186,11 +186,7 @@ def compare_many(
     """Return the verdict of a few samples, which is exact, together with that of many."""
     larger = replace(comparison, exact_at=few.samples, order=None if samples is None else samples.order)
     reason, verdict, compared = "no more fit in memory", few, few.samples
-    target, size, most, smallest = planned
-    for whole in wholes_of(target, size, most, few.samples):
-        sizes = divide_at_full_size(target, size, whole, smallest)
-        if not sizes:
-            break
+    for sizes in divisions_of(planned, few.samples):
         many, _ = larger.attempt(sum(sizes), (sizes,))
         if many is not None and not many.unchecked:
             verdict, compared = many, sum(sizes)
@@ -200,8 +196,8 @@ def compare_many(
             break
         comparison.device.reclaim()
         reason = many.unchecked if many is not None else reason
-    at_most = f"at most {compared} of {target} samples were compared at once: {reason}" if compared < target else ""
-    return verdict.model_copy(update={"not_compared": at_most})
+    at_most = f"at most {compared} of {planned.target} samples were compared at once: {reason}"
+    return verdict.model_copy(update={"not_compared": at_most if compared < planned.target else ""})
 
 
 def _compare_trimmed(

@@ -25,7 +25,7 @@ import autobatch
 from autobatch.batch.samples import describe
 from autobatch.errors import InexactSplit
 from autobatch.exactness.comparison import SplitComparison
-from autobatch.exactness.partitions import Planned, divide_at_full_size, halvings, wholes_of
+from autobatch.exactness.partitions import Planned, divisions_of, halvings
 from autobatch.exactness.verification import compare_few, compare_many, verify
 from autobatch.memory.cpu import CpuDevice
 from autobatch.planning.division import balance
@@ -339,13 +339,9 @@ def test_what_is_compared_at_full_size_is_within_what_fits(target, data):
     size = data.draw(st.integers(1, target))
     most = data.draw(st.integers(size, 2 * target))
     compared = data.draw(st.integers(1, 16))
-    wholes = wholes_of(target, size, most, compared)
-    assert all(compared < whole <= min(target, most) for whole in wholes)
-    assert list(wholes) == sorted(set(wholes), reverse=True)
-    for whole in wholes:
-        sizes = divide_at_full_size(target, size, whole, 1)
-        assert len(sizes) > 1
-        assert sum(sizes) <= whole
-        assert max(sizes) <= size
+    divisions = [*divisions_of(Planned(target, size, most), compared)]
+    assert all(len(sizes) > 1 and max(sizes) <= size and sum(sizes) <= min(target, most) for sizes in divisions)
+    wholes = [sum(sizes) for sizes in divisions]
+    assert wholes == sorted(wholes, reverse=True)
     if target <= most and target > max(size, compared):
-        assert divide_at_full_size(target, size, wholes[0], 1) == balance(target, size)
+        assert divisions[0] == balance(target, size)
