@@ -92,7 +92,7 @@ class SplitComparison:
 
     def _compare(self, few: Layout, partitions: Sequence[Sizes]) -> Verdict:
         """Compare as cheaply as the answer allows."""
-        if not partitions and not _differ(few):
+        if not partitions and not samples_differ(few):
             return unchecked(f"{few.count} samples of the batch are all alike: pass a batch of samples that differ")
         quick, moved = self._look_quickly(few, partitions)
         if quick is not None:
@@ -256,7 +256,7 @@ def _read_generators(device: torch.device) -> bytes:
     return pickle.dumps((torch.get_rng_state().tolist(), own, host.python, host.numpy))
 
 
-def _differ(layout: Layout) -> bool:
+def samples_differ(layout: Layout) -> bool:
     rows = [[*leaves_of(layout.take(range(index, index + 1)))] for index in range(layout.count)]
     return not all(_same(*pair) for first, second in pairwise(rows) for pair in zip(first, second, strict=False))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 from functools import partial
@@ -29,19 +28,16 @@ from lightning_runs import (
 from torch import nn
 from torch.nn import functional as F
 
-from autobatch.integrations.lightning.log_rules import agreed_rules
-from autobatch.integrations.lightning.logs import Rule
-
-UNKNOWN = "and a comparison of a few samples did not show how to combine it over micro-batches"
-
 
 def whole_only(self, batch, batch_idx):
-    """Logs numbers that are no means over samples: a count, a constant, a largest value, a share of the batch."""
+    """Logs counts, constants, extremes, a mean with its own size, and a name twice."""
     inputs, classes = batch
     scores = self.net(inputs)
-    self.log("count", len(classes))
+    self.log("count", len(classes), reduce_fx="sum", on_step=True, on_epoch=True)
+    self.log("right", (scores.argmax(1) == classes).double().sum(), reduce_fx=torch.sum)
     self.log("constant", 3.0, batch_size=31, on_step=True, on_epoch=True)
-    self.log("largest", scores.max(), on_step=True, on_epoch=True)
+    self.log("largest", scores.max(), reduce_fx=max, on_step=True, on_epoch=True)
+    self.log("smallest", scores.min().item(), reduce_fx="min", on_step=True, on_epoch=True)
     loss = F.cross_entropy(scores, classes)
     self.log("by its size", loss, batch_size=len(classes), on_step=False, on_epoch=True)
     for half in scores.chunk(2, dim=1):
@@ -62,7 +58,7 @@ def warm_up(self, epoch, batch_idx, optimizer, closure):
 
 
 def clip_by_hand(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-    """``configure_gradient_clipping`` of one's own."""
+    """``configure_gradient_clipping`` that clips values."""
     self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
 
 
@@ -75,7 +71,7 @@ def plateau(self):
 
 CASES = {
     "the module of the builders": {},
-    "numbers that are no means": {"made": Made(changes={"training_step": whole_only})},
+    "reduce_fx and batch_size": {"made": Made(changes={"training_step": whole_only})},
     "without batch_idx": {"made": Made(changes={"training_step": without_batch_idx})},
     "AdamW": {"made": Made(optimizer=partial(torch.optim.AdamW, lr=1e-2))},
     "no clipping": {"clip": None},
@@ -136,13 +132,13 @@ def test_metrics_have_the_value_of_the_whole_step():
         )
         return with_metrics(f1=kinds.MulticlassF1Score(4), both=both)
 
-    whole, split = train(module=make()), train(module=make(), attached={}, faults={1: [60], 3: [500]})
+    whole, split = train(module=make()), train(module=make(), attached={}, faults={2: [60], 4: [500]})
     assert split.retries == 2
     assert logs_apart(whole, split) < 1e-12
 
 
 def log_running(self, batch, batch_idx):
-    """Logs what its metric has computed of all samples so far, and of one that begins anew, as tensors and numbers."""
+    """Logs what its metric computed of all samples so far, and of one that is reset, as tensors and numbers."""
     inputs, classes = batch
     scores = self.net(inputs)
     self.accuracy.update(scores, classes)
@@ -154,7 +150,7 @@ def log_running(self, batch, batch_idx):
     return F.cross_entropy(scores, classes)
 
 
-def test_a_running_value_is_that_of_the_whole_step(caplog):
+def test_a_running_value_is_that_of_the_whole_step():
     """No mean over micro-batches, also where the first samples are all classified alike; memory ends in two steps."""
     own = partial(torchmetrics.classification.MulticlassAccuracy, 4, average="micro")
 
@@ -164,171 +160,48 @@ def test_a_running_value_is_that_of_the_whole_step(caplog):
     right = make().net(torch.stack([x for x, _ in data()])).argmax(1) == torch.stack([y for _, y in data()])
     order = torch.argsort(right.long(), stable=True)[[*range(5), *torch.randperm(8 * TARGET - 5) + 5]].tolist()
     whole = train(module=make(), order=order)
-    # Not in batch 1, which is begun once more: what "own" is could not be seen of zeros, in batch 0.
-    split = train(module=make(), order=order, attached={}, faults={2: [60], 3: [150]})
+    split = train(module=make(), order=order, attached={}, faults={2: [60], 4: [150]})
     assert split.retries == 2
     names = ("running", "number", "own")
     for log, its in zip(whole.logs, split.logs, strict=True):
         assert {name: its[name] for name in names} == pytest.approx({name: log[name] for name in names}, rel=1e-6)
-    assert "Net logs" not in caplog.text
-
-
-def test_what_cannot_be_put_together_is_named(caplog):
-    """A spread, and a metric that is given one number a micro-batch: one warning each, and training goes on."""
-
-    def step(self, batch, batch_idx):
-        scores = self.net(batch[0])
-        loss = F.cross_entropy(scores, batch[1])
-        self.mean.update(loss)
-        self.weighed.update(loss, weight=len(scores))
-        self.log("spread", scores.std())
-        self.log("loss", loss)
-        return loss
-
-    made = with_metrics(step, mean=torchmetrics.MeanMetric(), weighed=torchmetrics.MeanMetric())
-    with caplog.at_level(logging.WARNING, logger="autobatch"):
-        train(module=made, attached={}, limit_train_batches=1)
-    found = [record.getMessage() for record in caplog.records if record.name == "autobatch"]
-    assert len(found) == 2
-    assert "Net.mean (MeanMetric) does not add up over micro-batches: update it with samples" in found[0]
-    assert "Net logs 'spread', which is not a mean, sum, largest or smallest value of its samples" in found[1]
 
 
 def log_later(self, batch, batch_idx):
-    """Logs nothing of these in the first batch."""
+    """Logs nothing of this in the first batch."""
     scores = self.net(batch[0])
     if batch_idx > 0:
-        self.log("squares", (scores**2).sum())
-        self.log("spread", scores.std())
+        self.log("squares", (scores**2).sum(), reduce_fx="sum")
+        self.f1(scores, batch[1])
+        self.log("f1", self.f1)
     return F.cross_entropy(scores, batch[1])
 
 
-def test_what_a_later_batch_logs_first_is_put_together_too(caplog):
-    """A sum is found where it first appears, and what is neither is named once; the step leaves what it would have."""
-    made = Made(changes={"training_step": log_later})
-    whole, split = train(made=made), train(made=made, attached={})
-    assert apart(whole, split) < 1e-12
-    assert [log.get("squares") for log in split.logs] == pytest.approx([log.get("squares") for log in whole.logs])
-    assert split.module.calls == whole.module.calls
-    assert caplog.text.count("Net logs 'spread', which is not a mean, sum") == 1
-    assert "squares" not in caplog.text
-
-
-def test_names_that_are_new_in_each_batch_are_no_search_each(caplog):
-    """After a few of them a warning says what becomes of the others."""
-
-    def step(self, batch, batch_idx):
-        scores = self.net(batch[0])
-        self.log(f"squares of {batch_idx}", (scores**2).sum())
-        return F.cross_entropy(scores, batch[1])
-
-    train(made=Made(changes={"training_step": step}), attached={})
-    assert caplog.text.count(UNKNOWN) == 1
-
-
-def log_at_random(self, batch, batch_idx):
-    """A value of which no two runs give the same."""
-    self.log("random", torch.rand(()))
-    return F.cross_entropy(self.net(batch[0]), batch[1])
-
-
-def test_what_is_random_is_no_search_each(caplog):
-    """The first batch has shown that no samples would tell more."""
-    train(made=Made(changes={"training_step": log_at_random}), attached={})
-    assert UNKNOWN not in caplog.text
-
-
-@pytest.mark.parametrize("samples", [2, 3, 4])
-def test_names_of_a_small_batch_are_put_together(samples, caplog):
-    """Of fewer samples than are usually compared, in the first batch or in a later one."""
-
-    def step(self, batch, batch_idx):
-        scores = self.net(batch[0])
-        self.log("squares", (scores**2).sum())
-        if batch_idx > 0:
-            self.log("count", len(scores))
-        return F.cross_entropy(scores, batch[1])
-
-    made = Made(changes={"training_step": step})
-    options = {"batch_size": samples, "limit_train_batches": 2, "made": made}
-    whole, split = train(**options), train(**options, attached={"max_micro_batch": 1, "target_batch": samples})
-    for name in ("squares", "count"):
-        assert [log.get(name) for log in split.logs] == pytest.approx([log.get(name) for log in whole.logs])
-    assert UNKNOWN not in caplog.text
-
-
-def test_a_name_that_the_compared_samples_do_not_log_is_named(caplog):
-    """It is known to be no rule's: in that batch already."""
-
-    def step(self, batch, batch_idx):
-        scores = self.net(batch[0])
-        if batch[0][:, 0].max() > 0.5:
-            self.log("rare", (batch[0][:, 0] > 0.5).float().sum())
-        return F.cross_entropy(scores, batch[1])
-
-    inputs = data().tensors[0][:TARGET, 0]
-    assert (inputs > 0.5).sum() > 1
-    assert not (inputs[:5] > 0.5).any()
-    train(made=Made(changes={"training_step": step}), attached={"max_micro_batch": 8}, limit_train_batches=1)
-    assert caplog.text.count(f"Net logs 'rare', {UNKNOWN}") == 1
-
-
-def test_a_count_that_is_zero_at_first_is_a_sum_later(caplog):
-    """Zeros are a mean and a sum, so the rule is found where they are none; until then either is right."""
-
-    def step(self, batch, batch_idx):
-        scores = self.net(batch[0])
-        self.log("found", float(len(scores) * min(batch_idx, 1)))
-        return F.cross_entropy(scores, batch[1])
-
-    made = Made(changes={"training_step": step})
-    whole, split = train(made=made), train(made=made, attached={})
-    assert [log.get("found") for log in split.logs] == pytest.approx([log.get("found") for log in whole.logs])
-    assert UNKNOWN not in caplog.text
-
-
-def test_ranks_that_cannot_tell_leave_the_rule_to_the_others():
-    """Those that disagree leave none."""
-    one, other, several = ["a", 1, ["sum"], True], ["a", 1, ["max"], True], ["a", 1, ["mean", "sum"], True]
-    assert agreed_rules([[one]]) == agreed_rules([[one], []]) == {("a", 1): Rule(("sum",))}
-    assert agreed_rules([[one], [several]]) == agreed_rules([[several], [one]]) == {("a", 1): Rule(("sum",))}
-    assert agreed_rules([[several], [several]]) == {("a", 1): Rule(("mean", "sum"))}
-    assert agreed_rules([[one], [other]]) == {}
-    assert agreed_rules([[one], [["a", 1, ["sum"], False]]]) == {}
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_metric_that_is_reset_in_some_batches_only_is_named(first, caplog):
-    """The first micro-batch's value is of earlier batches, too, and the others' are not."""
-
-    def step(self, batch, batch_idx):
-        scores = self.net(batch[0])
-        self.own.update(scores, batch[1])
-        if batch_idx % 2 == first:
-            self.log("own", self.own.compute())
-            self.own.reset()
-        return F.cross_entropy(scores, batch[1])
-
-    train(
-        module=with_metrics(step, own=torchmetrics.classification.MulticlassAccuracy(4, average="micro")), attached={}
+def test_what_a_later_batch_logs_first_has_the_value_of_the_whole_batch():
+    """A sum, and a metric that has a value for each step."""
+    whole, split = (
+        train(module=with_metrics(log_later, f1=torchmetrics.classification.MulticlassF1Score(4)), attached=attached)
+        for attached in (None, {})
     )
-    assert caplog.text.count("Net logs 'own' of a metric that it resets in training_step") == 1
-    assert "which is not a mean" not in caplog.text
+    assert apart(whole, split) < 1e-12
+    for log, its in zip(whole.logs, split.logs, strict=True):
+        assert its == pytest.approx(log, rel=1e-6)
+    assert split.module.calls == whole.module.calls
 
 
-def clear_in_place(self, epoch, batch_idx, optimizer):
-    """``optimizer_zero_grad`` of one's own."""
-    optimizer.zero_grad(set_to_none=False)
+CLEARS = {
+    "in place": lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad(set_to_none=False),
+    "never": lambda *_: None,
+}
 
 
-def test_gradients_that_are_cleared_in_place_are_none_from_before(caplog):
-    """All are zero after Lightning's own ``zero_grad``; where it clears nothing, the log says so."""
-    made = Made(changes={"optimizer_zero_grad": clear_in_place})
+@pytest.mark.parametrize("name", CLEARS)
+def test_gradients_are_cleared_as_the_module_does(name, caplog):
+    """``optimizer_zero_grad`` may set them to zero, or leave them to add up."""
+    made = Made(changes={"optimizer_zero_grad": CLEARS[name]})
     whole, split = train(made=made), train(made=made, attached={})
     assert apart(whole, split) < 1e-12
     assert "gradients from before" not in caplog.text
-    train(made=Made(changes={"optimizer_zero_grad": lambda *_: None}), attached={})
-    assert "step 1 began with gradients from before" in caplog.text
 
 
 def test_bfloat16_is_lightnings():
@@ -349,7 +222,7 @@ def test_losses_are_scaled():
     def fit(**given):
         return train(made=Made(body=nn.Tanh), precision=None, plugins=plugins(), **given)
 
-    whole, split = fit(), fit(attached={}, faults={1: [40], 2: [330]})
+    whole, split = fit(), fit(attached={}, faults={2: [40], 4: [330]})
     assert apart(whole, split) < 1e-2
     assert split.trainer.precision_plugin.scaler.get_scale() == scale
     assert split.trainer.global_step == whole.trainer.global_step == 8
@@ -373,7 +246,7 @@ def test_a_checkpoint_carries_plan_and_size(tmp_path):
         def on_train_epoch_start(self, trainer, module):
             torch.manual_seed(12)
 
-    fit = partial(train, made=made, attached={}, epochs=2, order=[*range(8 * TARGET)])
+    fit = partial(train, made=made, attached={"check": None}, epochs=2, order=[*range(8 * TARGET)])
     first = fit(callbacks=(Saves(),), faults={7: [40]})
     resumed = fit(callbacks=(Seeds(),), resume=path)
     assert first.retries == 1

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.integrations.lightning import Autobatch
-from autobatch.integrations.lightning.framework import callback_bases
+from autobatch.integrations.lightning.callback import callback_bases
 from autobatch.integrations.lightning.refusals import refuse_unsupported
 
 

@@ -1,107 +1,42 @@
-"""Makes one ``self.log`` call of those of a step's micro-batches, as the whole batch would have made it.
+"""Logs once a step what each of its micro-batches logs.
 
-Covers tensors and numbers (means by weight, sums, largest and smallest values) and metrics of torchmetrics, whose
-states the micro-batches have added up by themselves. Does not cover what ``training_step`` sends to a logger directly.
+1. ``merge_calls`` combines their calls of ``self.log`` as ``reduce_fx`` says. Means are weighed.
+2. ``StepMetrics`` gives a metric of torchmetrics that is logged with ``on_step=True`` one value for the whole step. Its
+   value over an epoch needs nothing: micro-batches add up its states.
+3. ``ResultsKeeper`` takes back what an undone step has logged.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
+import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-__all__ = [
-    "WAYS",
-    "Key",
-    "LogCall",
-    "Logged",
-    "ResultsKeeper",
-    "Rule",
-    "Way",
-    "Weighed",
-    "combine",
-    "default_rule",
-    "group_calls",
-    "is_running",
-    "merge_calls",
-    "read_call",
-    "values_of",
-]
+from autobatch.errors import InvalidArgument
+from autobatch.integrations.lightning.outputs import Way, combine
 
-Way = Literal["mean", "sum", "max", "min", "last"]
-WAYS: tuple[Way, ...] = ("mean", "sum", "max", "min", "last")
-"""The last is that of a running value, which has seen all samples when the last micro-batch logs it."""
-_BY_REDUCTION: dict[Any, Way] = {
-    torch.mean: "mean", "mean": "mean", "avg": "mean",
-    torch.sum: "sum", sum: "sum", "sum": "sum",
-    torch.max: "max", max: "max", "max": "max",
-    torch.min: "min", min: "min", "min": "min",
-}  # fmt: skip
-
-Key = tuple[str, int]
-"""A name that is logged, and the how manieth of that name in ``training_step``."""
+_ADDED_UP = frozenset(("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat", "NoneType"))
+_WAYS: Mapping[str, Way] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
 
 @dataclass(frozen=True)
 class LogCall:
-    """One call of ``self.log``.
-
-    Attributes:
-        name: Under which it is logged.
-        value: A tensor of its own, a number, or a metric.
-        options: All other arguments, by name.
-        updates: Where it is what a metric's ``compute()`` has returned, how many updates that metric has seen.
-    """
+    """One call of ``self.log``."""
 
     name: str
-    value: Any
-    options: Mapping[str, Any]
-    updates: int | None = None
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How the values of micro-batches are put together.
-
-    Attributes:
-        ways: Ways that gave the whole's value; several, where the compared values do not distinguish them.
-        adds_up: Whether ``batch_size=``, where it is given, is the micro-batch's own, and not the whole batch's.
-    """
-
-    ways: tuple[Way, ...]
-    adds_up: bool = True
-
-    @property
-    def way(self) -> Way:
-        """The first of the ways."""
-        return self.ways[0]
-
-    def narrowed(self, other: Rule | None) -> Rule:
-        """Return this rule with the ways that the other one has too; unchanged where they share none."""
-        ways = self.ways if other is None else tuple(way for way in self.ways if way in other.ways)
-        return replace(self, ways=ways or self.ways)
-
-
-Logged = tuple[float, Sequence[LogCall]]
-"""What a micro-batch counts for, and what it has logged."""
-Weighed = Sequence[tuple[float, LogCall]]
-"""The calls of one key, each with what its micro-batch counts for."""
+    value: Any  # a tensor, a number or a metric
+    options: Mapping[str, Any]  # all other arguments, by name
+    updates: int | None = None  # number of updates of the metric whose ``compute()`` returned the value
 
 
 def read_call(log: Any, metrics: Iterable[Any], *arguments: Any, **named: Any) -> LogCall:
-    """The arguments of a call of a module's ``log``; tensors are copied, as what comes later may write into them.
-
-    Args:
-        log: The module's own.
-        metrics: Those of the module, one of which may have computed the value.
-        arguments: Of the call.
-        named: Those that were given by name.
-    """
+    """Return the arguments of a call of a module's ``log``; tensors are copied, as the step may write into them."""
     given = inspect.signature(log).bind(*arguments, **named).arguments
     name, value = given.pop("name"), given.pop("value")
     extra = given.pop("kwargs", {})
@@ -112,112 +47,130 @@ def read_call(log: Any, metrics: Iterable[Any], *arguments: Any, **named: Any) -
 
 def _has_computed(metric: Any, value: Any) -> bool:
     computed = metric._computed  # noqa: SLF001 - what compute() returned, until the next update
-    if computed is value or not isinstance(value, float):
-        return computed is value and value is not None
-    return isinstance(computed, torch.Tensor) and computed.numel() == 1 and float(computed) == value
+    if isinstance(value, float) and isinstance(computed, torch.Tensor) and computed.numel() == 1:
+        return float(computed) == value
+    return computed is not None and computed is value
 
 
-def group_calls(micro_batches: Iterable[Logged]) -> dict[Key, Weighed]:
-    """The calls of all micro-batches by what they log."""
-    found: dict[Key, list[tuple[float, LogCall]]] = {}
+def merge_calls(micro_batches: Sequence[tuple[float, Sequence[LogCall]]], samples: int) -> list[LogCall]:
+    """Return the calls that the whole batch would have made; each micro-batch has a weight and its calls."""
+    found: dict[tuple[str, int], list[tuple[float, LogCall]]] = {}
     for weight, calls in micro_batches:
-        seen: dict[str, int] = {}
+        seen: Counter[str] = Counter()
         for call in calls:
-            seen[call.name] = index = seen.get(call.name, 0) + 1
-            found.setdefault((call.name, index), []).append((weight, call))
-    return dict(found)
+            seen[call.name] += 1  # a name that is logged twice is two values
+            found.setdefault((call.name, seen[call.name]), []).append((weight, call))
+    return [_merge(calls, samples) for calls in found.values()]
 
 
-def merge_calls(micro_batches: Iterable[Logged], rules: Mapping[Key, Rule]) -> list[LogCall]:
-    """One call for each name, or several where a micro-batch has logged a name several times."""
-    return [_merge(calls, rules.get(key)) for key, calls in group_calls(micro_batches).items()]
-
-
-def _merge(calls: Weighed, rule: Rule | None) -> LogCall:
+def _merge(calls: Sequence[tuple[float, LogCall]], samples: int) -> LogCall:
     last = calls[-1][1]
-    rule = rule or default_rule(last)
-    if rule is None or len(calls) == 1:
+    reduction = last.options.get("reduce_fx", "mean")
+    way = _WAYS.get(str(getattr(reduction, "__name__", reduction)).lower())
+    # Lightning refuses what is no number, and an own ``reduce_fx``. A running value has seen all samples at its end.
+    if len(calls) == 1 or way is None or not _is_number(last.value) or _is_running([call for _, call in calls]):
         return last
-    if is_running(calls):
-        rule = replace(rule, ways=("last",))
-    values, weights = values_of(calls, adds_up=rule.adds_up)
-    options = dict(last.options)
-    if rule.adds_up and all(call.options.get("batch_size") is not None for _, call in calls):
-        options["batch_size"] = sum(int(call.options["batch_size"]) for _, call in calls)
-    return LogCall(last.name, combine(rule.way, values, weights), options)
+    weights, options = [weight for weight, _ in calls], dict(last.options)
+    sizes = [call.options.get("batch_size") for _, call in calls]
+    if None not in sizes and set(sizes) != {samples}:  # else it is the whole batch's already
+        weights = [float(size) for size in sizes if size is not None]
+        options["batch_size"] = sum(int(size) for size in sizes if size is not None)
+    return LogCall(last.name, combine(way, [call.value for _, call in calls], weights), options)
 
 
-def is_running(calls: Weighed) -> bool:
-    """Whether each value is of all samples up to it: a metric that each micro-batch resets sees no more updates."""
-    counts = [call.updates for _, call in calls if call.updates is not None]
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
+def _is_running(calls: Sequence[LogCall]) -> bool:
+    """Whether a metric that was not reset in between has computed each value, of all samples up to it."""
+    counts = [call.updates for call in calls if call.updates is not None]
     return len(counts) == len(calls) and all(one < other for one, other in pairwise(counts))
 
 
-def values_of(calls: Weighed, *, adds_up: bool) -> tuple[list[Any], list[float]]:
-    """The values, and what each counts for: its own ``batch_size=`` where that was given."""
-    sizes = [call.options.get("batch_size") for _, call in calls]
-    is_given = adds_up and None not in sizes
-    weights = [float(size) for size in sizes if size is not None] if is_given else [weight for weight, _ in calls]
-    return [call.value for _, call in calls], weights
+class UnknownMetric(Exception):
+    """A step logs a metric's value for the first time: it has to begin again, with the metric's state set aside."""
 
 
-def default_rule(call: LogCall) -> Rule | None:
-    """As its ``reduce_fx`` says; ``None`` for what has no parts, or what Lightning refuses by itself."""
-    if isinstance(call.value, bool) or not isinstance(call.value, torch.Tensor | float | int):
-        return None
-    if isinstance(call.value, torch.Tensor) and call.value.numel() != 1:
-        return None
-    reduction = call.options.get("reduce_fx", "mean")
-    way = _BY_REDUCTION.get(reduction.lower() if isinstance(reduction, str) else reduction)
-    return None if way is None else Rule((way,))
+class StepMetrics:
+    """Metrics that have a value for each step. A step calls ``begin``, then ``end`` or ``undo``."""
+
+    def __init__(self) -> None:
+        self._known: list[Any] = []
+        self._earlier: list[tuple[Any, dict[str, Any], int]] = []
+
+    def learn(self, calls: Iterable[LogCall]) -> bool:
+        """Note the metrics in these calls; return whether one is new."""
+        count = len(self._known)
+        for call in calls:
+            if _has_step_value(call) and not any(call.value is one for one in self._known):
+                _refuse_inexact(call.name, call.value)
+                self._known.append(call.value)
+        return len(self._known) > count
+
+    def begin(self) -> None:
+        """Set states aside, so that the step has its own."""
+        self._earlier = []  # the copies may run out of memory
+        self._earlier = [(one, one._copy_state_dict(), one._update_count) for one in self._known]  # noqa: SLF001 - as its own forward() does
+        for metric in self._known:
+            metric.reset()
+
+    def end(self) -> None:
+        """Compute the step's values, and add its states to the earlier ones."""
+        for metric, states, count in self._earlier:
+            if not metric._update_count:  # noqa: SLF001 - the step has not used it
+                _put(metric, states, count)
+                continue
+            metric._to_sync = False  # noqa: SLF001 - a step's value is this rank's own, as in forward()
+            value = metric.compute()
+            with torch.no_grad():
+                metric._reduce_states(states)  # noqa: SLF001 - the same
+            metric._to_sync, metric._computed = metric.sync_on_compute, None  # noqa: SLF001 - the same
+            metric._update_count, metric._forward_cache = metric._update_count + count, value  # noqa: SLF001 - the same
+
+    def undo(self) -> None:
+        """Restore the states from before ``begin``."""
+        for metric, states, count in self._earlier:
+            _put(metric, states, count)
 
 
-def combine(way: Way, values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """One value for those of several micro-batches.
-
-    Args:
-        way: How.
-        values: Tensors of one element, or numbers.
-        weights: What each counts for in a mean.
-    """
-    if not any(isinstance(value, torch.Tensor) for value in values):
-        return _combine_numbers(way, values, weights)
-    tensors = [value if isinstance(value, torch.Tensor) else torch.as_tensor(value) for value in values]
-    # Lightning stores what is narrower in torch's default dtype.
-    wide = [one if one.dtype == torch.float64 else one.to(torch.get_default_dtype()) for one in tensors]
-    if way == "mean":
-        return sum(value * share for value, share in zip(wide, _shares(weights), strict=True))
-    if way == "sum":
-        return sum(wide)
-    if way == "last":
-        return wide[-1]
-    stacked = torch.stack([value.reshape(()) for value in wide])
-    return stacked.max() if way == "max" else stacked.min()
+def _put(metric: Any, states: dict[str, Any], count: int) -> None:
+    for name, value in states.items():
+        setattr(metric, name, value)
+    metric._update_count, metric._computed = count, None  # noqa: SLF001 - the same
 
 
-def _shares(weights: Sequence[float]) -> list[float]:
-    total = math.fsum(weights)
-    return [weight / total if total else 1 / len(weights) for weight in weights]
+def metrics_in(module: torch.nn.Module) -> list[Any]:
+    """Return the metrics of a module; none if torchmetrics was never imported."""
+    base = getattr(sys.modules.get("torchmetrics"), "Metric", None)
+    return [] if base is None else [one for one in module.modules() if isinstance(one, base)]
 
 
-def _combine_numbers(way: Way, values: Sequence[Any], weights: Sequence[float]) -> float:
-    if way == "mean":
-        return math.fsum(value * share for value, share in zip(values, _shares(weights), strict=True))
-    if way == "sum":
-        return float(sum(values))
-    if way == "last":
-        return float(values[-1])
-    return float(max(values) if way == "max" else min(values))
+def _has_step_value(call: LogCall) -> bool:
+    is_metric = hasattr(call.value, "_forward_cache") and hasattr(call.value, "_reduce_states")
+    return is_metric and call.options.get("on_step") is not False and call.value._forward_cache is not None  # noqa: SLF001 - what Lightning logs of it
+
+
+def _refuse_inexact(name: str, metric: Any) -> None:
+    kinds = {getattr(one, "__name__", type(one).__name__) for one in metric._reductions.values()}  # noqa: SLF001 - the same
+    is_simple = metric.full_state_update is False and not metric.dist_sync_on_step and len([*metric.modules()]) == 1
+    if not (is_simple and kinds <= _ADDED_UP):
+        raise InvalidArgument(
+            f"self.log({name!r}) logs a {type(metric).__name__} at each step, which has no value over several "
+            f"micro-batches: pass on_step=False, on_epoch=True"
+        )
 
 
 class ResultsKeeper:
-    """What the Trainer has logged so far, as an object that a Runner keeps: a step that is undone logs nothing."""
+    """Keeps what the Trainer has logged, as an object that a Runner restores."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def take(self) -> dict[str, Any]:
-        """References: Lightning replaces what these hold, and writes into none of it."""
+        """Return references: Lightning replaces the values, and writes into none of them."""
         results, connector = self._trainer._results, self._trainer._logger_connector  # noqa: SLF001 - nothing public has it
         return {
             "metrics": {key: (metric, dict(vars(metric))) for key, metric in results.items()},
@@ -226,7 +179,7 @@ class ResultsKeeper:
         }
 
     def put(self, taken: dict[str, Any]) -> None:
-        """Put them back; entries that have come since are removed."""
+        """Restore them, and remove later entries."""
         results = self._trainer._results  # noqa: SLF001 - the same
         results.clear()
         for key, (metric, attributes) in taken["metrics"].items():

@@ -1,15 +1,11 @@
-"""Runs a module's own ``training_step`` on one micro-batch, and takes down what it logs.
-
-It also runs Lightning's backward pass with its hooks. ``training`` uses what the micro-batches leave when the step is
-whole.
-"""
+"""Runs a module's own ``training_step`` on one micro-batch, and records what it logs and returns."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,133 +13,101 @@ import torch
 from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
 from autobatch.integrations.attributes import replaced
-from autobatch.integrations.lightning.logs import LogCall, read_call
-from autobatch.integrations.lightning.metrics import metrics_in
-from autobatch.step.losses import Sum
-from autobatch.step.workload import Weigh
-
-__all__ = ["MicroBatchOutput", "ModuleStep", "StepOutputs", "hook_name"]
+from autobatch.integrations.lightning.logs import LogCall, metrics_in, read_call
+from autobatch.step.losses import Mean, Sum, Weigh, counts_of
 
 
 @dataclass(frozen=True)
 class MicroBatchOutput:
-    """What one micro-batch has left.
+    """Output of one micro-batch."""
 
-    Attributes:
-        loss: Detached.
-        size: Samples.
-        weight: What it counts for in a mean.
-        logged: In order.
-        beside: What ``training_step`` returned beside the loss.
-    """
-
-    loss: torch.Tensor
-    size: int
-    weight: float
-    logged: tuple[LogCall, ...]
-    beside: Mapping[str, Any]
+    loss: torch.Tensor  # the mean, detached
+    size: int  # number of samples
+    weight: float  # its weight in a mean
+    logged: Sequence[LogCall]
+    beside: dict[str, Any]  # other entries of the returned dict
 
 
-@dataclass
 class ModuleStep:
-    """``training_step`` of one module.
+    """The step of a Runner, which keeps ``outputs`` by ``take`` and ``put``.
 
     Attributes:
-        trainer: Whose strategy runs the passes.
-        module: Whose step it is.
-        loop: Lightning's automatic optimization.
-        weigh: What the loss is a mean over; ``None``: samples.
-        arguments: Of ``training_step``, for the running batch.
-        outputs: Of the micro-batches that stay; a Runner puts it back when one is undone.
-        is_summed: Whether the loss is the sum over a micro-batch's samples, and not their mean.
-        refusal: Why a micro-batch of the running batch has no loss; empty where all have one.
+        arguments: Arguments of ``training_step`` for the running batch.
+        outputs: Outputs of the finished micro-batches.
+        refusal: Reason why a micro-batch of the running batch has no loss; empty if all have one.
     """
 
-    trainer: Any
-    module: Any
-    loop: Any
-    weigh: Weigh | None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    outputs: list[MicroBatchOutput] = field(default_factory=list)
-    is_summed: bool = False
-    refusal: str = ""
+    def __init__(self, trainer: Any, module: Any, loop: Any, weigh: Weigh | None) -> None:
+        self.arguments: Mapping[str, Any] = {}
+        self.outputs: list[MicroBatchOutput] = []
+        self.refusal = ""
+        self._trainer, self._module, self._loop, self._weigh = trainer, module, loop, weigh
 
-    def run(self, _: Any, micro_batch: Any) -> torch.Tensor | Sum:
-        """Return the loss of one micro-batch, with its graph.
-
-        Raises:
-            InvalidArgument: ``training_step`` returned none.
-        """
+    def run(self, _: Any, micro_batch: Any) -> torch.Tensor | Mean | Sum:
+        """Return the loss of one micro-batch, with its graph."""
         logged: list[LogCall] = []
-        log, metrics = self.module.log, [*metrics_in(self.module).values()]
-        arguments = {**self.arguments, "batch": micro_batch}
+        trainer, log, metrics = self._trainer, self._module.log, metrics_in(self._module)
         with (
-            hook_name(self.module, "training_step"),
+            hook_name(self._module, "training_step"),
             replaced(
-                self.module, "log", lambda *given, **named: logged.append(read_call(log, metrics, *given, **named))
+                self._module, "log", lambda *given, **named: logged.append(read_call(log, metrics, *given, **named))
             ),
-            self.trainer.profiler.profile(f"[Strategy]{type(self.trainer.strategy).__name__}.training_step"),
-            self.trainer.precision_plugin.train_step_context(),
+            trainer.profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.training_step"),
+            trainer.precision_plugin.train_step_context(),
         ):
-            returned = self.module.training_step(*arguments.values())
-        result = self.loop.output_result_cls.from_training_step_output(returned)
+            returned = self._module.training_step(*{**self.arguments, "batch": micro_batch}.values())
+        # Lightning reads a tensor. Mean and Sum say what it was divided by.
+        stated = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if isinstance(stated, Mean | Sum):
+            returned = {**returned, "loss": stated.loss} if isinstance(returned, Mapping) else stated.loss
+        result = self._loop.output_result_cls.from_training_step_output(returned)
         if result.closure_loss is None:
             self.refusal = (
-                f"{type(self.module).__name__}.training_step returned None for a part of a batch, but a step can be "
+                f"{type(self._module).__name__}.training_step returned None for a part of a batch, but a step can be "
                 f"skipped only as a whole: return a loss"
             )
             raise InvalidArgument(self.refusal)
-        size = describe(micro_batch).count
-        weight = float(size) if self.weigh is None else _sum_of(self.weigh(micro_batch))
-        self.outputs.append(MicroBatchOutput(result.loss, size, weight, tuple(logged), result.extra))
-        loss: torch.Tensor = result.closure_loss
-        # Lightning's DDP takes the mean over the ranks. Counts add up to 1, so nothing is divided twice.
-        return Sum(loss / self.trainer.world_size, self.share_of(micro_batch)) if self.is_summed else loss
-
-    def share_of(self, micro_batch: Any) -> float:
-        """Return the micro-batch's part of the samples of all ranks."""
-        of_all = describe(self.arguments["batch"]).count * int(self.trainer.world_size)
-        return describe(micro_batch).count / of_all
+        loss, size = result.loss, describe(micro_batch).count
+        weight = float(size) if self._weigh is None else _sum_of(self._weigh(micro_batch))
+        if isinstance(stated, Mean | Sum):
+            weight = counts_of(stated)[""]
+        if isinstance(stated, Sum) and weight:
+            loss = loss / weight
+        self.outputs.append(MicroBatchOutput(loss, size, weight, logged, result.extra))
+        return stated if isinstance(stated, Mean | Sum) else result.closure_loss
 
     def backward_with(self, optimizer: Any) -> Callable[[torch.Tensor], None]:
-        """Lightning's backward pass: its hooks, precision and ``LightningModule.backward``."""
-        backward = self.loop._make_backward_fn(optimizer)  # noqa: SLF001 - what Lightning's own closure is made with
+        """Return Lightning's backward pass: its hooks, precision and ``LightningModule.backward``."""
+        backward = self._loop._make_backward_fn(optimizer)  # noqa: SLF001 - what Lightning's own closure is made with
 
         def run(loss: torch.Tensor) -> None:
-            with hook_name(self.module, None), replaced(self.module, "log", self._refuse_logging):
+            with hook_name(self._module, None), replaced(self._module, "log", self._refuse_logging):
                 backward(loss)
 
         return run
 
     def _refuse_logging(self, name: str, *_: Any, **__: Any) -> None:
         raise InvalidArgument(
-            f"self.log({name!r}) in {self.module._current_fx_name}, which runs once a micro-batch: log it in "  # noqa: SLF001 - Lightning's own word for where it is
+            f"self.log({name!r}) in {self._module._current_fx_name}, which runs once a micro-batch: log it in "  # noqa: SLF001 - Lightning's own word for where it is
             f"on_before_optimizer_step, where the gradient is the whole batch's"
         )
+
+    def take(self) -> list[MicroBatchOutput]:
+        """Return the outputs: references, not copies."""
+        return [*self.outputs]
+
+    def put(self, taken: list[MicroBatchOutput]) -> None:
+        """Restore the outputs."""
+        self.outputs[:] = taken
 
 
 def _sum_of(counted: Any) -> float:
     return math.fsum(map(float, counted.values())) if isinstance(counted, Mapping) else float(counted)
 
 
-class StepOutputs:
-    """The outputs of the micro-batches that stay, as an object that a Runner keeps: references, not copies."""
-
-    def __init__(self, step: ModuleStep) -> None:
-        self._step = step
-
-    def take(self) -> list[Any]:
-        """Those that are there."""
-        return [*self._step.outputs]
-
-    def put(self, taken: list[Any]) -> None:
-        """Make it these again."""
-        self._step.outputs[:] = taken
-
-
 @contextmanager
 def hook_name(module: Any, name: str | None) -> Iterator[None]:
-    """While this lasts, Lightning takes what is logged for that hook's; it does not so itself where one raises."""
+    """Let Lightning log under a hook's name, and restore the earlier one, which it does not do after an error."""
     earlier = module._current_fx_name  # noqa: SLF001 - what Lightning itself sets around each hook
     if name is not None:
         module._current_fx_name = name  # noqa: SLF001 - the same

@@ -1,8 +1,4 @@
-"""Refuses trainings that cannot be divided exactly, each with a sentence that says what to do.
-
-Covers what Trainer and module show before training. Does not cover losses that compare samples, which show only when a
-batch is compared with its parts (``fit(check="raise")``).
-"""
+"""Refuses trainings that cannot be split exactly, as Trainer and module show before training."""
 
 from __future__ import annotations
 
@@ -14,8 +10,6 @@ import torch
 from autobatch.errors import InvalidArgument
 from autobatch.step.workload import Workload
 
-__all__ = ["refuse_accumulation", "refuse_optimizer", "refuse_target", "refuse_unsupported"]
-
 _STRATEGIES = frozenset(("SingleDeviceStrategy", "DDPStrategy"))
 _CHANGES_THE_TARGET = {
     "BatchSizeFinder": "changes the target batch; leave it out, autobatch replaces it",
@@ -24,15 +18,35 @@ _CHANGES_THE_TARGET = {
 
 
 def refuse_unsupported(trainer: Any, module: Any) -> None:
-    """Raise InvalidArgument for a training whose steps cannot be run in micro-batches of any size."""
-    reason = _find_module_reason(module) or _find_strategy_reason(trainer) or _find_callback_reason(trainer)
+    """Raise InvalidArgument for a training whose steps cannot run in micro-batches of any size."""
+    strategy, reason = type(trainer.strategy).__name__, ""
+    changing = [kind for kind in (type(one).__name__ for one in trainer.callbacks) if kind in _CHANGES_THE_TARGET]
+    if not module.automatic_optimization:
+        reason = (
+            "manual optimization: your training_step owns the loop; use autobatch.Runner(...).accumulate(batch) in it"
+        )
+    elif "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        reason = (
+            "training_step(dataloader_iter) fetches its own batches, which cannot be divided; take (batch, batch_idx)"
+        )
+    elif "DeepSpeed" in strategy:
+        reason = f"{strategy} owns the backward pass and counts its calls; use plan.settings('deepspeed')"
+    elif "FSDP" in strategy or "ModelParallel" in strategy:
+        reason = (
+            f"{strategy} gathers parameters inside the passes, where ranks that run different micro-batches would wait "
+            f"for each other; use strategy='ddp', or autobatch.Runner with fully_shard in your own loop"
+        )
+    elif strategy not in _STRATEGIES:
+        reason = f"{strategy} is not supported; use one device or strategy='ddp', or plan.settings('lightning')"
+    elif changing:
+        reason = f"{changing[0]} {_CHANGES_THE_TARGET[changing[0]]}"
     if reason:
         raise InvalidArgument(f"{type(module).__name__}: {reason}")
     refuse_accumulation(trainer, module)
 
 
 def refuse_accumulation(trainer: Any, module: Any) -> None:
-    """Raise InvalidArgument where Lightning itself adds up batches: it would divide each by their number."""
+    """Raise InvalidArgument if Lightning adds up batches: it would divide each by their number."""
     if trainer.accumulate_grad_batches != 1:
         raise InvalidArgument(
             f"{type(module).__name__}: accumulate_grad_batches={trainer.accumulate_grad_batches} counts each batch the "
@@ -68,37 +82,3 @@ def refuse_target(target: int, samples: int, ranks: int, loader: Any) -> None:
             f"target_batch={target}, and the loader gives {size} samples at once{where}: give the DataLoader "
             f"batch_size={share}, which autobatch divides, or leave target_batch out"
         )
-
-
-def _find_module_reason(module: Any) -> str:
-    if not module.automatic_optimization:
-        return (
-            "manual optimization: your training_step owns the loop; use autobatch.Runner(...).accumulate(batch) in it"
-        )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        return (
-            "training_step(dataloader_iter) fetches its own batches, which cannot be divided; take (batch, batch_idx)"
-        )
-    return ""
-
-
-def _find_strategy_reason(trainer: Any) -> str:
-    name = type(trainer.strategy).__name__
-    if name in _STRATEGIES:
-        return ""
-    if "DeepSpeed" in name:
-        return f"{name} owns the backward pass and counts its calls; use plan.settings('deepspeed')"
-    if "FSDP" in name or "ModelParallel" in name:
-        return (
-            f"{name} gathers parameters inside the passes, where ranks that run different micro-batches would wait for "
-            f"each other; use strategy='ddp', or autobatch.Runner with fully_shard in a loop of your own"
-        )
-    return f"{name} is not supported; use one device or strategy='ddp', or plan.settings('lightning')"
-
-
-def _find_callback_reason(trainer: Any) -> str:
-    for callback in trainer.callbacks:
-        reason = _CHANGES_THE_TARGET.get(type(callback).__name__)
-        if reason:
-            return f"{type(callback).__name__} {reason}"
-    return ""
