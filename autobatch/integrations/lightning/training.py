@@ -33,7 +33,6 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.result import StepResult
 from autobatch.undo.undo import Undo
-from autobatch.undo.user_objects import check_objects
 
 _log = logging.getLogger("autobatch")
 
@@ -136,22 +135,22 @@ class Optimization:
     def _verify_again(self, runner: LightningRunner, batch: Any) -> None:
         """Compare some later batches with their parts; with several ranks only the first batch is."""
         self._batches += 1
-        check, is_split = self._options.fit["check"], runner.plan.accumulation_steps > 1
-        if check is None or not is_split or self._batches not in _VERIFIED_AGAIN or self._trainer.world_size > 1:
+        options, model, ranks = self._options, self._trainer.strategy.model, self._trainer.world_size
+        is_due = self._batches in _VERIFIED_AGAIN and runner.plan.accumulation_steps > 1 and ranks == 1
+        if options.fit["check"] is None or not is_due:
             return
-        model, options = self._trainer.strategy.model, self._options
         with self._keeping():
             verdict = verify(model, batch, self._step.run, options.weigh, device=options.device)
         if verdict.exact or verdict.unchecked:
             return
-        if check == "raise":
+        if options.fit["check"] == "raise":
             raise InexactSplit(str(verdict))
         _log.warning("%s", verdict)
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
         """Restore what a step changes outside the module."""
-        kept = Undo(None, torch.device("cpu"), keep=check_objects(self._kept))
+        kept = Undo(None, torch.device("cpu"), keep=self._kept)
         try:
             yield
         finally:
@@ -212,9 +211,7 @@ class Optimization:
         self._metrics.end()
         for call in calls:
             if self._trainer.world_size > 1 and call.options.get("sync_dist"):
-                self._postponed.append(
-                    call
-                )  # Lightning waits for the other ranks, which may have to run the step again
+                self._postponed.append(call)  # the other ranks, for which Lightning waits, may run the step again
             else:
                 self._module.log(call.name, call.value, **call.options)
 

@@ -15,16 +15,13 @@ from autobatch.runner import Runner
 from autobatch.training.update import explain_no_retry, forget_state, make_state
 from autobatch.undo.undo import Undo
 
-Apply = Callable[[Callable[[], None]], None]
-"""Makes Lightning's update, and calls the function that it is given when the parameters are about to move."""
-
 
 class LightningRunner(Runner):
-    """A Runner whose update is Lightning's."""
+    """A Runner whose update ``apply`` makes; it calls its argument right before the parameters move."""
 
     _is_in_users_loop = False
 
-    def __init__(self, apply: Apply, *arguments: Any, **named: Any) -> None:
+    def __init__(self, apply: Callable[[Callable[[], None]], None], *arguments: Any, **named: Any) -> None:
         """Bind a plan to a module; the other arguments are Runner's."""
         self._apply = apply
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
