@@ -14,7 +14,7 @@ def a_trainer_counts_twice(real, self, taken):
 
 
 @bug(
-    "autobatch.integrations.transformers.trainer_logs.TrainerLogs.put",
+    "autobatch.integrations.transformers.logs.TrainerLogs.put",
     "tests/integrations/test_trainer_logs.py::test_an_evaluation_in_parts_logs_once_a_batch",
 )
 def a_trainer_logs_twice(real, self, taken):
