@@ -339,7 +339,12 @@ def test_samples_that_are_all_alike_are_asked_ever_more_rarely(check, loss, tmp_
 @pytest.mark.parametrize("model", ["sum", "samples", "counted"])
 def test_the_first_batch_compares_few_passes(model, tmp_path, monkeypatch):
     """The reading that the values show is the only one whose gradients are compared: whole, in parts, at full size."""
-    passes, run = [], Measurement._run
-    monkeypatch.setattr(Measurement, "_run", lambda self, ranges, *a: passes.extend(ranges) or run(self, ranges, *a))
+    passes, accumulate = [], Measurement.accumulate
+
+    def count(self, parts, *arguments):
+        passes.extend(parts)
+        return accumulate(self, parts, *arguments)
+
+    monkeypatch.setattr(Measurement, "accumulate", count)
     train(partial(trainer, tmp_path, partial(Model, model), Points(tokens=7), max_steps=1), attached={})
     assert 0 < len(passes) <= 20
