@@ -1,4 +1,4 @@
-"""Replaces an attribute of one object of a library for the time of a block."""
+"""Replaces an attribute of one object of another library inside a block."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["replaced"]
-
 _MISSING = object()
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """While this lasts, the attribute of this one object has this value; what its class has is not touched."""
+    """Give this one object another attribute inside the block; its class is not touched."""
     attributes = vars(owner)
     earlier = attributes.get(name, _MISSING)
     attributes[name] = value

@@ -302,6 +302,16 @@ def logs_apart(one: Trained, other: Trained, names: Iterable[str] | None = None)
     return worst
 
 
+def count_labels(inputs):
+    """What a mean over labels is over."""
+    return (inputs["labels"] != -100).sum()
+
+
+def count_shifted(inputs):
+    """The same of a causal model, which shifts the labels by one."""
+    return (inputs["labels"][:, 1:] != -100).sum()
+
+
 def mean_loss(outputs, labels, num_items_in_batch=None):
     """What many write: a mean over the labels that are there."""
     return cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)

@@ -1,4 +1,4 @@
-"""How a Trainer's batch is divided: rows, rows without padding, and samples that are collated anew."""
+"""How a Trainer's batch is divided: rows, rows without padding, and samples that are collated again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.batch.samples import describe
-from autobatch.integrations.transformers.cuts import IGNORED, CollatedSamples, Rows, TrimmedRows
-from autobatch.integrations.transformers.samples import SampleKeeper, take_samples
+from autobatch.integrations.transformers.cuts import (
+    IGNORED,
+    CollatedSamples,
+    Rows,
+    SampleKeeper,
+    TrimmedRows,
+    take_samples,
+)
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
@@ -83,7 +89,7 @@ def test_columns_under_another_prefix_have_a_width_of_their_own():
 
 
 def test_which_ways_are_possible():
-    """Rows where each sample has one; samples anew where the same ones give the same batch again."""
+    """Rows if each sample has one; samples collated again if that gives the same batch."""
     samples = texts_of([3, 5])
     batch, pairs = collate(samples), collate([*samples, *samples])
     assert Rows().can_divide(batch, samples)

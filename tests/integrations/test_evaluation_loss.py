@@ -5,17 +5,29 @@ from __future__ import annotations
 import logging
 import types
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from trainers import Classes, OwnLoss, Packed, Recorder, Texts, bert, gpt2, mean_loss, pad, small_device, trainer_of
+from trainers import (
+    Classes,
+    OwnLoss,
+    Recorder,
+    Texts,
+    bert,
+    count_labels,
+    count_shifted,
+    gpt2,
+    mean_loss,
+    pad,
+    small_device,
+    trainer_of,
+)
 from transformers import Trainer
 
 from autobatch.integrations.transformers import attach
-from autobatch.integrations.transformers.evaluation_loss import EvaluationKinds, EvaluationLoss, find_contrast, weigh
+from autobatch.integrations.transformers.loss_rule import choose_telling
 
 
 class Ignored(Classes):
@@ -50,49 +62,57 @@ class Weighted(OfClasses):
     options = types.MappingProxyType({"weight": torch.tensor([1.0, 3.0], dtype=torch.float64)})
 
 
-def evaluate(folder, *, fits=4, **options):
+def count_weights(inputs):
+    """What a mean with class weights is over."""
+    return Weighted.options["weight"][inputs["labels"]].sum()
+
+
+def evaluate(folder, *, fits=4, weigh=None, **options):
     """The loss of batches of 20, whole or with a device that so many samples fit."""
     trainer = trainer_of(folder, per_device_eval_batch_size=20, **options)
     if fits:
-        attach(trainer, device=small_device(1000 + 100 * fits), headroom=0)
+        attach(trainer, device=small_device(1000 + 100 * fits), headroom=0, weigh=weigh)
     return trainer.evaluate()["eval_loss"]
 
 
 CASES = {
-    "classes of which some are ignored": {"model": bert, "data": Ignored(60)},
-    "classes of which some are ignored later": {"model": bert, "data": Ignored(60, first=20)},
-    "a sum": {"model": bert, "data": Classes(60), "kind": Summed},
-    "an own mean over shifted labels": {"kind": OwnLoss, "data": Texts(60)},
-    "an own mean over shifted labels, texts of one length at first": {"kind": OwnLoss, "data": Packed(60, 20)},
-    "label smoothing": {"data": Texts(60), "label_smoothing_factor": 0.1},
-    "tokens": {"model": partial(bert, "BertForTokenClassification", num_labels=256), "data": Texts(60)},
-    "compute_loss_func": {"data": Texts(60), "given": {"compute_loss_func": mean_loss}},
+    "classes of which some are ignored": ({"model": bert, "data": Ignored(60)}, count_labels),
+    "classes of which some are ignored later": ({"model": bert, "data": Ignored(60, first=20)}, count_labels),
+    "a sum": ({"model": bert, "data": Classes(60), "kind": Summed}, None),
+    "an own mean over shifted labels": ({"kind": OwnLoss, "data": Texts(60)}, count_shifted),
+    "label smoothing": ({"data": Texts(60), "label_smoothing_factor": 0.1}, None),
+    "divided by the count": ({"data": Texts(60)}, None),
+    "tokens": ({"model": partial(bert, "BertForTokenClassification", num_labels=256), "data": Texts(60)}, count_labels),
+    "class weights": ({"model": bert, "data": Classes(60), "kind": Weighted}, count_weights),
+    "compute_loss_func": ({"data": Texts(60), "given": {"compute_loss_func": mean_loss}}, count_shifted),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_divided_batch_has_the_loss_of_the_whole(name, tmp_path, caplog):
-    """Whatever it is a mean over; nothing is said but that memory ended."""
-    options = CASES[name]
+    """By each reading of it; only the shortage is in the log."""
+    options, weigh = CASES[name]
     options = {**options, "given": {**options.get("given", {}), "eval_dataset": options["data"]}}
     whole = evaluate(tmp_path, fits=0, **options)
-    assert evaluate(tmp_path, **options) == pytest.approx(whole, rel=1e-6)
+    assert evaluate(tmp_path, weigh=weigh, **options) == pytest.approx(whole, rel=1e-6)
     assert not [record for record in caplog.records if "approximate" in record.getMessage()]
 
 
 @pytest.mark.parametrize("fits", [3, 4, 5])
-def test_a_loss_that_is_none_of_these_is_named_once(fits, tmp_path, caplog):
+@pytest.mark.parametrize("case", ["class weights", "some ignored", "some ignored later"])
+def test_a_loss_that_is_read_otherwise_is_named_once(fits, case, tmp_path, caplog):
     """With what to do, and a number that is near."""
-    options = {"model": bert, "data": Classes(60), "kind": Weighted, "given": {"eval_dataset": Classes(60)}}
+    data = Classes(60) if case == "class weights" else Ignored(60, first=20 if "later" in case else 0)
+    kind = Weighted if case == "class weights" else Trainer
+    options = {"model": bert, "data": data, "kind": kind, "given": {"eval_dataset": data}}
     whole = evaluate(tmp_path, fits=0, **options)
     with caplog.at_level(logging.WARNING, logger="autobatch"):
         assert evaluate(tmp_path, fits=fits, **options) == pytest.approx(whole, rel=0.1)
     (line,) = [record.getMessage() for record in caplog.records if "approximate" in record.getMessage()]
     size = {3: 3, 4: 3, 5: 5}[fits]  # halves of 20
-    assert line == (
-        "the loss of Weighted is not a mean or sum over samples or labels, so it is approximate for "
-        f"evaluation batches that run in parts: with per_device_eval_batch_size={size} they run whole"
-    )
+    assert f"the loss of {kind.__name__} is neither" in line
+    assert "pass weigh=" in line
+    assert f"per_device_eval_batch_size={size}" in line
 
 
 def test_comparing_leaves_no_trace(tmp_path):
@@ -109,23 +129,13 @@ def test_comparing_leaves_no_trace(tmp_path):
     assert run(0) == run(3)
 
 
-def test_a_loss_in_bfloat16():
-    """Parts then differ from the whole by rounding, and no warning is due."""
-    arguments = SimpleNamespace(bf16=True, fp16=False, bf16_full_eval=False, fp16_full_eval=False)
-    trainer = SimpleNamespace(args=arguments, model=torch.nn.Linear(1, 1))
-    loss = EvaluationLoss(trainer)
-    parts = [(torch.tensor(1.0), weigh(trainer, {}, 3)), (torch.tensor(2.0), weigh(trainer, {}, 2))]
-    loss.learn(torch.tensor(1.41), torch.tensor(1.41), parts, 5)
-    assert loss.ways == ["mean over samples"]
-
-
 def test_samples_that_tell_most():
-    """Neighbours of which one part has many labels and no part has none."""
+    """From few labels to many, and the richest in the first part."""
     labels = torch.tensor([-100, -100, -100, 1, 1, 1, 1, -100, 1, -100, 1, 1])
-    start = find_contrast({"labels": labels}, 12, 4, 2)
-    counted = (labels[start : start + 4] != -100).reshape(2, 2).sum(1).tolist()
-    assert sorted(counted) == [1, 2]
-    assert find_contrast({"labels": torch.ones(12)}, 12, 4, 2) == 0
+    rows = choose_telling({"labels": labels}, 12, 5)
+    assert (labels[rows] != -100).tolist() == [True, False, False, True, True]
+    assert choose_telling({"labels": torch.ones(12)}, 12, 4) == [11, 0, 3, 7]
+    assert choose_telling({}, 1, 5) == [0, 0]
 
 
 class Squares(nn.Module):
@@ -163,7 +173,7 @@ def pad_totals(samples):
 
 
 def test_each_dataset_has_its_own_loss(tmp_path, caplog):
-    """A mean over samples in the first, a sum in the second; what is logged, too."""
+    """A mean over samples in the first, a sum in the second; means that are logged are the whole batches'."""
 
     def run(fits):
         data = {"mean": Classes(40), "sum": Totals(40), "mean again": Classes(40)}
@@ -178,34 +188,5 @@ def test_each_dataset_has_its_own_loss(tmp_path, caplog):
 
     whole, parts = run(0), run(5)
     assert parts[0] == pytest.approx(whole[0], rel=1e-6)
-    assert parts[1] == pytest.approx(whole[1], rel=1e-6)
+    assert parts[1][:2] + parts[1][-2:] == pytest.approx(whole[1][:2] + whole[1][-2:], rel=1e-6)
     assert not [record for record in caplog.records if "approximate" in record.getMessage()]
-
-
-def test_losses_that_any_way_puts_together_alike_are_not_compared():
-    """Losses of 0: nothing is run again for them."""
-    trainer = SimpleNamespace()
-    parts = [(torch.tensor(0.0), weigh(trainer, {}, 3)), (torch.tensor(0.0), weigh(trainer, {}, 2))]
-    loss = EvaluationLoss(trainer)
-    assert not loss.is_open(parts)
-    assert loss.is_open([(torch.tensor(1.0), parts[0][1]), parts[1]])
-
-
-def test_texts_that_differ_in_each_batch_are_one_kind_at_last(caplog):
-    """So that samples are not run again in each of them; entries of other names are another kind still."""
-    kinds = EvaluationKinds(SimpleNamespace())
-
-    def find(**entries):
-        return kinds.find({"labels": torch.ones(2), **entries})
-
-    found = [find(file=f"{number}.txt") for number in range(100)]
-    assert len({id(kind) for kind in found}) == 33
-    assert find(file="0.txt") is found[0]
-    assert find() is not found[-1]
-    datasets = [find(file="new", dataset_name=f"{number}") for number in range(100)]
-    assert len({id(kind) for kind in datasets}) == 100
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line == (
-        "evaluation batches of SimpleNamespace have 32 kinds, so batches that differ only by a new text in "
-        "file count as one kind from now on, and their losses are combined in one way"
-    )

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 from trainers import Classes, apart, bert, train, trainer_of
 from transformers import Trainer
 
-from autobatch.integrations.transformers.samples import collate_largest
+from autobatch.integrations.transformers.cuts import collate_largest
 
 
 class Rows(Dataset):
@@ -29,39 +29,18 @@ class Rows(Dataset):
 
 
 def lengths(samples):
-    """A batch that says which samples it is made of."""
-    return [len(sample["row"]) for sample in samples]
+    """A batch with as many numbers as its longest sample; which samples it is made of is in the first column."""
+    width = max(len(sample["row"]) for sample in samples)
+    return torch.tensor([[len(sample["row"]), *[0] * width] for sample in samples])
 
 
-SAMPLERS = {
-    "a list": [*range(50)],
-    "drawn from some": SubsetRandomSampler(range(50)),
-    "a tensor of indices": SubsetRandomSampler(torch.arange(50)),
-}
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_only_samples_that_the_sampler_gives(name):
-    """The others are not read; nothing is drawn."""
-    loader = DataLoader(Rows(range(50, 200)), 4, sampler=SAMPLERS[name], collate_fn=lengths)
+def test_the_largest_come_first():
+    """At most 64 of them, and nothing is drawn."""
     before = torch.get_rng_state()
-    assert collate_largest(loader) == [*range(49, -1, -1)]
+    assert collate_largest(DataLoader(Rows(), 4, collate_fn=lengths, shuffle=True))[:, 0].tolist() == [
+        *range(199, 135, -1)
+    ]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_batch_samplers_own_sampler():
-    """Also inside one that wraps it, as accelerate's do."""
-    wrapped = BatchSampler(SubsetRandomSampler([3, 9, 4]), 2, drop_last=False)
-    wrapper = BatchSampler(range(200), 2, drop_last=False)
-    wrapper.batch_sampler = wrapped
-    assert collate_largest(DataLoader(Rows(), batch_sampler=wrapper, collate_fn=lengths)) == [9, 4, 3]
-
-
-def test_a_sampler_that_is_its_own_batch_sampler():
-    """It is asked once, and what it draws from is found beside it."""
-    wrapper = BatchSampler(SubsetRandomSampler([3, 9, 4]), 2, drop_last=False)
-    wrapper.batch_sampler = wrapper
-    assert collate_largest(DataLoader(Rows(), batch_sampler=wrapper, collate_fn=lengths)) == [9, 4, 3]
 
 
 def test_samples_that_cannot_be_read_or_collated():
@@ -72,17 +51,7 @@ def test_samples_that_cannot_be_read_or_collated():
 
     assert collate_largest(DataLoader(Rows([7]), 4, collate_fn=lengths)) is None
     assert collate_largest(DataLoader(Rows(), 4, collate_fn=run_out)) is None
-    assert collate_largest(DataLoader(Rows(), 4, sampler=[], collate_fn=lengths)) is None
-
-
-def test_samples_of_one_kind():
-    """With the same entries as the largest one, and of the same dataset."""
-    samples = [{"a": [0] * n} if n % 2 else {"b": [0] * n} for n in range(10)]
-    assert collate_largest(DataLoader(samples, 4, collate_fn=list)) == [{"a": [0] * n} for n in (9, 7, 5, 3, 1)]
-    named = [{"a": [0] * n, "dataset_name": "xy"[n % 2]} for n in range(10)]
-    assert {sample["dataset_name"] for sample in collate_largest(DataLoader(named, 4, collate_fn=list))} == {"y"}
-    pairs = [([0] * n,) * (2 if n % 2 else 1) for n in range(10)]
-    assert {len(sample) for sample in collate_largest(DataLoader(pairs, 4, collate_fn=list))} == {2}
+    assert collate_largest([1]) is None
 
 
 class Keyed(Classes):

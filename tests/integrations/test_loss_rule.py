@@ -1,4 +1,4 @@
-"""The rule by which a Trainer divides its loss is found again where later batches are of another kind, or show more."""
+"""The rule by which a Trainer divides its loss is found again if later batches are of another kind, or show more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import SequentialSampler
-from trainers import Classes, Packed, Texts, apart, bert, bit_for_bit, gpt2, logs_apart, pad, train, trainer_of
+from trainers import (
+    Classes,
+    Packed,
+    Texts,
+    apart,
+    bert,
+    bit_for_bit,
+    count_labels,
+    gpt2,
+    logs_apart,
+    pad,
+    train,
+    trainer_of,
+)
 from transformers import Trainer
 from trl_trainers import embedder_of_two
 
@@ -67,31 +80,37 @@ def mean_over_all_labels(outputs, labels, num_items_in_batch=None):
     return cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-CASES = {
-    "classes that are ignored later": (
-        {"kind": InOrder, "model": bert, "data": SomeIgnored()},
-        "micro-batches are rows without padding; the loss is a mean over labels",
-    ),
-    "padding that comes later": (
-        {"kind": InOrder, "model": MeanOverPositions, "data": PackedClasses()},
-        "micro-batches are rows; the loss is a mean over samples",
-    ),
+def test_a_rule_is_found_again_if_a_later_batch_shows_more(tmp_path):
+    """The first two batches have no padding, so that nothing was trimmed in the comparison."""
+    make = partial(trainer_of, tmp_path, kind=InOrder, model=MeanOverPositions, data=PackedClasses())
+    whole, split = train(make), train(make, attached={})
+    assert apart(whole, split) < 1e-12
+    assert logs_apart(whole, split) < SINGLE
+    assert str(split.step.rule) == "micro-batches are rows; the loss is a mean over samples"
+
+
+LATER = {
+    "classes that are ignored later": ({"model": bert, "data": SomeIgnored()}, count_labels),
     "unequal numbers of labels later": (
-        {"kind": InOrder, "data": Packed(ragged_from=64), "given": {"compute_loss_func": mean_over_all_labels}},
-        "micro-batches are rows without padding; the loss is a mean over labels",
+        {"data": Packed(ragged_from=64), "given": {"compute_loss_func": mean_over_all_labels}},
+        count_labels,
     ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_rule_is_found_again_where_a_later_batch_tells_more(name, tmp_path):
-    """The first batch had no ignored label, no padding, or equally many labels a sample: two rules were alike there."""
-    options, rule = CASES[name]
-    make = partial(trainer_of, tmp_path, **options)
-    whole, split = train(make), train(make, attached={})
+@pytest.mark.parametrize("name", LATER)
+def test_a_mean_over_labels_is_refused_when_a_batch_shows_it(name, tmp_path):
+    """It is a mean over samples until labels are ignored; the error says what to pass, and with that it is exact."""
+    options, weigh = LATER[name]
+    make = partial(trainer_of, tmp_path, kind=InOrder, **options)
+    with pytest.raises(InexactSplit, match="no way was found to split this loss exactly") as raised:
+        train(make, attached={})
+    assert "weigh=" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    whole, split = train(make), train(make, attached={"weigh": weigh})
     assert apart(whole, split) < 1e-12
     assert logs_apart(whole, split) < SINGLE
-    assert str(split.step.rule) == rule
+    assert split.step.rule.reading == "mean over weigh(batch)"
 
 
 class Changing(Trainer):

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
-from trainers import apart, logs_apart, small_device, train, trainer_of
+from trainers import apart, count_labels, count_shifted, logs_apart, small_device, train, trainer_of
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 from autobatch.errors import InexactSplit
 from autobatch.exactness.measurement import Measurement
-from autobatch.integrations.transformers import attach, rule_search
+from autobatch.integrations.transformers import attach, training
 
-DIVIDED = "divided by the whole batch's count"
+DIVIDED, SAMPLES = "divided by the whole batch's count", "mean over samples"
 CHECKS = ("raise", "warn", None)
 SINGLE = 1e-6
 """The Trainer adds up its losses in float32."""
@@ -101,18 +101,18 @@ def trainer(folder, model=Model, data=None, kind=Trainer, **options):
 
 
 CASES = {
-    "a mean": (partial(Model), Points(), "mean over samples"),
-    "a mean, labels ignored": (partial(Model), Points(ignored=True), "mean over labels"),
-    "a mean over tokens": (partial(Model), Points(tokens=7), "mean over labels"),
-    "a mean over shifted tokens": (partial(Model, "shifted"), Points(tokens=7), "mean over shifted labels"),
-    "a mean over samples of tokens": (partial(Model, "samples"), Points(tokens=7), "mean over samples"),
+    "a mean": (partial(Model), Points(), SAMPLES),
+    "a mean over samples of tokens": (partial(Model, "samples"), Points(tokens=7), SAMPLES),
     "a sum": (partial(Model, "sum"), Points(), DIVIDED),
     "a sum over tokens": (partial(Model, "sum"), Points(tokens=7), DIVIDED),
     "divided by the count": (partial(Model, "counted"), Points(tokens=7), DIVIDED),
-    "a mean, masks by NumPy": (partial(Model, draw=numpy_mask), Points(), "mean over samples"),
+    "a mean, masks by NumPy": (partial(Model, draw=numpy_mask), Points(), SAMPLES),
     "a sum, masks by NumPy": (partial(Model, "sum", draw=numpy_mask), Points(), DIVIDED),
-    "a mean, masks by Python": (partial(Model, draw=python_mask), Points(), "mean over samples"),
+    "a mean, masks by Python": (partial(Model, draw=python_mask), Points(), SAMPLES),
     "a sum, masks by Python": (partial(Model, "sum", draw=python_mask), Points(), DIVIDED),
+    "a mean, labels ignored": (partial(Model), Points(ignored=True), count_labels),
+    "a mean over tokens": (partial(Model), Points(tokens=7), count_labels),
+    "a mean over shifted tokens": (partial(Model, "shifted"), Points(tokens=7), count_shifted),
 }
 
 
@@ -121,12 +121,47 @@ CASES = {
 def test_the_loss_is_read_as_the_trainer_takes_it(name, check, tmp_path):
     """Weights, losses and norms of gradients are those of whole batches, whether gradients are compared or not."""
     model, data, reading = CASES[name]
+    weigh = reading if callable(reading) else None
     make = partial(trainer, tmp_path, model, data)
-    whole, split = train(make), train(make, attached={"check": check})
-    assert split.step.rule.reading == reading
+    whole, split = train(make), train(make, attached={"check": check, "weigh": weigh})
+    assert split.step.rule.reading == ("mean over weigh(batch)" if weigh else reading)
     assert apart(whole, split) < 1e-12
     assert logs_apart(whole, split) < SINGLE
     assert set(split.sizes) == {(7, 7, 6, 6, 6)}
+
+
+ADVICE = {
+    "a mean, labels ignored": """(batch["labels"] != -100)""",
+    "a mean over tokens": """(batch["labels"] != -100)""",
+    "a mean over shifted tokens": """(batch["labels"][:, 1:] != -100)""",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_a_mean_over_labels_is_refused_with_the_weigh_that_it_needs(name, tmp_path):
+    """In words that can be pasted."""
+    model, data, _ = CASES[name]
+    with pytest.raises(InexactSplit) as raised:
+        train(partial(trainer, tmp_path, model, data), attached={})
+    assert f"pass weigh=lambda batch: {ADVICE[name]}" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_wrong_weigh_is_refused(tmp_path):
+    """What the user states is compared too."""
+    with pytest.raises(InexactSplit, match="no way was found to split this loss exactly"):
+        train(partial(trainer, tmp_path, Model, Points(tokens=7)), attached={"weigh": count_shifted})
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_without_a_check_a_loss_of_another_reading_is_named(name, tmp_path, caplog):
+    """It is divided as a mean over samples, which has no wrong scale."""
+    model, data, _ = CASES[name]
+    make = partial(trainer, tmp_path, model, data)
+    with caplog.at_level(logging.WARNING, logger="autobatch"):
+        whole, split = train(make), train(make, attached={"check": None})
+    assert any("could not read the loss as a mean or a sum" in record.getMessage() for record in caplog.records)
+    assert logs_apart(whole, split, ["loss", "grad_norm"]) < 0.5
 
 
 class Shortage(TrainerCallback):
@@ -155,12 +190,10 @@ def test_a_shortage_in_the_middle_changes_no_scale(loss, check, largest, tmp_pat
     assert logs_apart(whole, split) < SINGLE
 
 
-@pytest.mark.parametrize(("loss", "reading"), [("mean", "mean over samples"), ("sum", DIVIDED)])
+@pytest.mark.parametrize(("loss", "reading"), [("mean", SAMPLES), ("sum", DIVIDED)])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_batch_norm_without_a_check_is_read_right(loss, reading, ignored, tmp_path):
     """It is not exact, as its statistics are a micro-batch's; no factor is lost."""
-    if ignored and loss == "mean":
-        reading = "mean over labels"
     make = partial(trainer, tmp_path, partial(Model, loss, nn.BatchNorm1d), Points(ignored=ignored))
     whole, split = train(make), train(make, attached={"check": None})
     assert split.step.rule.reading == reading
@@ -212,7 +245,7 @@ def own_mask():
     return torch.from_numpy(OWN.uniform(0.7, 1.3, 8))
 
 
-@pytest.mark.parametrize(("loss", "reading"), [("mean", "mean over samples"), ("sum", DIVIDED)])
+@pytest.mark.parametrize(("loss", "reading"), [("mean", SAMPLES), ("sum", DIVIDED)])
 @pytest.mark.parametrize("check", ["warn", None])
 def test_where_nothing_can_be_compared_values_decide_and_are_named(loss, reading, check, tmp_path, caplog):
     """A sum of parts is as many means."""
@@ -294,19 +327,24 @@ def test_evaluation_reads_the_loss_whatever_the_check(loss, kind, near, check, t
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 def test_samples_that_are_all_alike_are_asked_ever_more_rarely(check, loss, tmp_path, monkeypatch):
     """As in a run that overfits one sample: the loss is read right, and most steps compare nothing."""
-    asked, find = [], rule_search.read_loss_values
-    monkeypatch.setattr(rule_search, "read_loss_values", lambda *a: asked.append(1) or find(*a))
+    asked, find = [], training.find_rule
+    monkeypatch.setattr(training, "find_rule", lambda *a, **k: asked.append(1) or find(*a, **k))
     make = partial(trainer, tmp_path, partial(Model, loss), Points(alike=True), max_steps=12)
     whole, split = train(make), train(make, attached={"check": check})
     assert apart(whole, split) < 1e-12
     assert logs_apart(whole, split) < SINGLE
-    assert len(asked) <= 5
+    assert len(asked) <= 4
 
 
-@pytest.mark.parametrize("model", ["mean", "sum", "samples", "counted"])
+@pytest.mark.parametrize("model", ["sum", "samples", "counted"])
 def test_the_first_batch_compares_few_passes(model, tmp_path, monkeypatch):
     """The reading that the values show is the only one whose gradients are compared: whole, in parts, at full size."""
-    passes, run = [], Measurement._run
-    monkeypatch.setattr(Measurement, "_run", lambda self, ranges, *a: passes.extend(ranges) or run(self, ranges, *a))
+    passes, accumulate = [], Measurement.accumulate
+
+    def count(self, parts, *arguments):
+        passes.extend(parts)
+        return accumulate(self, parts, *arguments)
+
+    monkeypatch.setattr(Measurement, "accumulate", count)
     train(partial(trainer, tmp_path, partial(Model, model), Points(tokens=7), max_steps=1), attached={})
     assert 0 < len(passes) <= 20

@@ -94,7 +94,7 @@ def test_arguments_that_mean_nothing(arguments, words, tmp_path):
     assert (vars(trainer), trainer.args.per_device_train_batch_size) == (before, size)
 
 
-@pytest.mark.parametrize("wrong", ["max_microbatch", "weigh", "target"])
+@pytest.mark.parametrize("wrong", ["max_microbatch", "weight", "target"])
 def test_an_argument_that_is_not_there_is_named_with_those_that_are(wrong, tmp_path):
     """In one line, and the Trainer is as it was."""
     trainer = trainer_of(tmp_path)

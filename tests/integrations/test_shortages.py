@@ -17,6 +17,8 @@ from trainers import (
     apart,
     bert,
     bit_for_bit,
+    count_labels,
+    count_shifted,
     gpt2,
     logs_apart,
     pad_masked,
@@ -50,7 +52,7 @@ def test_what_a_step_counts_is_counted_once(tmp_path):
 
         trainer.training_step = step
 
-    trained = train(partial(trainer_of, tmp_path, kind=OwnLoss), attached={}, around=fail_once)
+    trained = train(partial(trainer_of, tmp_path, kind=OwnLoss), attached={"weigh": count_shifted}, around=fail_once)
     assert trained.trainer.seen == 6 * TARGET
     assert trained.trainer.steps_done == sum(map(len, trained.sizes))
     assert trained.retries == 1
@@ -59,7 +61,8 @@ def test_what_a_step_counts_is_counted_once(tmp_path):
 def test_looking_for_the_largest_samples_draws_nothing(tmp_path):
     """Where the collate function draws, and all fits: bit for bit as without autobatch."""
     make = partial(trainer_of, tmp_path, partial(bert, "BertForMaskedLM"), collate=pad_masked)
-    whole, attached = train(make), train(make, attached={"device": small_device(10_000)})
+    options = {"device": small_device(10_000), "weigh": count_labels}
+    whole, attached = train(make), train(make, attached=options)
     assert set(attached.sizes) == {(TARGET,)}
     assert bit_for_bit(whole, attached)
 
@@ -107,7 +110,7 @@ def test_memory_that_ends_at_every_fifth_operation_of_a_step(kind, tmp_path, qui
         attached, calls = trainer.training_step, []
 
         def measure(positions, model, batch, items):
-            attached._bind(model, attached.rule, attached.plan)
+            attached._bind(model, attached.plan)
             model.zero_grad()
             before = TrainerAttributes(trainer).take()
             with oom_at(*positions) as planned:
@@ -136,7 +139,8 @@ def test_memory_that_ends_at_every_fifth_operation_of_a_step(kind, tmp_path, qui
         trainer.training_step = step
 
     make = partial(trainer_of, tmp_path, partial(gpt2, n_layer=1), kind=kind, max_steps=2)
-    train(make, attached={"device": small_device(2600)}, around=sweep)
+    weigh = count_shifted if kind is OwnLoss else None
+    train(make, attached={"device": small_device(2600), "weigh": weigh}, around=sweep)
     assert outcomes["wrong"] == []
     assert outcomes["exact"] > 40
 

@@ -1,4 +1,4 @@
-"""Numbers that a Trainer's own ``compute_loss`` logs: once a step, as the whole batch would have logged them."""
+"""Numbers that a Trainer's own ``compute_loss`` logs: once a step, averaged with the micro-batches' weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from trainers import (
     Texts,
     apart,
     bert,
+    count_shifted,
     gpt2,
     logs_apart,
     mean_loss,
@@ -29,17 +30,15 @@ IGNORED = -100
 
 
 class Logging(Trainer):
-    """Logs its loss and numbers of every kind, in two calls."""
+    """Logs means over the labels that the Trainer counts, a constant and a text, in two calls."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs["labels"]
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         found, wanted = outputs["logits"].detach().argmax(-1), labels
-        if labels.ndim == 2:
-            found, wanted = found[:, :-1], labels[:, 1:]
         right = (found == wanted)[wanted != IGNORED]
-        self.log({"own loss": loss.item(), "accuracy": float(right.float().mean()), "rate": 0.5})
-        self.log({"samples": len(labels), "largest": outputs["logits"].max().item(), "mode": "train"})
+        self.log({"accuracy": float(right.float().mean()), "rate": 0.5})
+        self.log({"accuracy of all": float(right.float().mean()), "mode": "train"})
         return (loss, outputs) if return_outputs else loss
 
 
@@ -59,17 +58,27 @@ def numbers(trained):
     return trained
 
 
+class SampleLogging(Logging):
+    """Logs its loss, a mean over samples, too."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self.log({"own loss": loss.item()})
+        return (loss, outputs) if return_outputs else loss
+
+
 CASES = {
-    "divided by the whole batch's count": partial(trainer_of, kind=Logging),
-    "mean over labels": partial(trainer_of, kind=MeanLogging),
-    "mean over samples": partial(trainer_of, model=bert, data=Classes(), kind=Logging),
+    "divided by the whole batch's count": (partial(trainer_of, kind=Logging), None),
+    "mean over weigh": (partial(trainer_of, kind=MeanLogging), count_shifted),
+    "mean over samples": (partial(trainer_of, model=bert, data=Classes(), kind=SampleLogging), None),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logs_are_those_of_whole_batches(name, tmp_path):
     """The same numbers, equally often, and none of the trials."""
-    whole, split = train(partial(CASES[name], tmp_path)), train(partial(CASES[name], tmp_path), attached={})
+    make, weigh = CASES[name]
+    whole, split = train(partial(make, tmp_path)), train(partial(make, tmp_path), attached={"weigh": weigh})
     assert len(split.sizes[0]) > 1
     assert logs_apart(numbers(whole), numbers(split)) < 1e-5
     assert len(whole.trainer.state.log_history) == len(split.trainer.state.log_history)
@@ -86,17 +95,8 @@ def test_a_retried_step_logs_once(tmp_path):
     assert logs_apart(numbers(whole), numbers(split)) < 1e-5
 
 
-def test_dropout_hides_no_rule(tmp_path):
-    """Parts of a batch log other numbers then, and what they are is found without it."""
-    make = partial(trainer_of, tmp_path, partial(gpt2, dropout=0.5), kind=Logging)
-    split = train(make, attached={})
-    own = [log["own loss"] for log in split.recorder.logs if "own loss" in log]
-    losses = [log["loss"] for log in split.recorder.logs if "loss" in log]
-    assert own == pytest.approx(losses, rel=1e-4)
-
-
 def test_a_resumed_training_logs_the_same(tmp_path):
-    """Its rules are found anew."""
+    """As if it had not been interrupted."""
     make = partial(trainer_of, tmp_path, kind=Logging, save_strategy="steps", save_steps=3)
     undisturbed = train(make, attached={})
     resumed = train(make, attached={}, resume=str(tmp_path / "checkpoint-3"))
@@ -134,20 +134,6 @@ def test_an_evaluation_in_parts_logs_once_a_batch(name, tmp_path):
     assert len(expected) == len(found) == 4
     for log, its in zip(expected, found, strict=True):
         assert its == pytest.approx(log, rel=1e-5)
-
-
-def test_a_number_that_is_nothing_of_its_samples_is_named(tmp_path, caplog):
-    """With what is logged in its place."""
-
-    class Spread(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            self.log({"spread": float(inputs["input_ids"].double().std())})
-            return loss
-
-    train(partial(trainer_of, tmp_path, kind=Spread, max_steps=2), attached={})
-    (line,) = [record.getMessage() for record in caplog.records if "spread" in record.getMessage()]
-    assert line.startswith("Spread logs 'spread', which is not a mean, sum, largest or smallest value of its")
 
 
 class Counter:

@@ -19,6 +19,8 @@ from trainers import (
     apart,
     bert,
     bit_for_bit,
+    count_labels,
+    count_shifted,
     gpt2,
     left_padded,
     logs_apart,
@@ -30,7 +32,7 @@ from trainers import (
 )
 from transformers import Trainer
 
-DIVIDED = "divided by the whole batch's count"
+DIVIDED, WEIGHED = "divided by the whole batch's count", "mean over weigh(batch)"
 SINGLE = 1e-6
 """The Trainer adds up its losses in float32."""
 
@@ -46,27 +48,34 @@ CASES = {
     "GPT-2, AdamW": ({"optim": "adamw_torch", "learning_rate": 1e-3}, DIVIDED),
     "BERT for classes": ({"model": bert, "data": Classes()}, "mean over samples"),
     "BERT for numbers": ({"model": partial(bert, num_labels=1), "data": Numbers()}, "mean over samples"),
-    "BERT for tokens": ({"model": partial(bert, "BertForTokenClassification", num_labels=256)}, "mean over labels"),
+    "BERT for tokens": (
+        {"model": partial(bert, "BertForTokenClassification", num_labels=256), "weigh": count_labels},
+        WEIGHED,
+    ),
     "masked language model": (
-        {"model": partial(bert, "BertForMaskedLM"), "collate": pad_masked},
-        "mean over labels",
+        {"model": partial(bert, "BertForMaskedLM"), "collate": pad_masked, "weigh": count_labels},
+        WEIGHED,
     ),
     "label smoothing": ({"label_smoothing_factor": 0.1}, DIVIDED),
     "label smoothing of classes": ({"model": bert, "data": Classes(), "label_smoothing_factor": 0.1}, DIVIDED),
     "compute_loss_func that divides": ({"given": {"compute_loss_func": summed_loss}}, DIVIDED),
     "compute_loss_func that takes a mean": (
-        {"given": {"compute_loss_func": mean_loss}},
-        "mean over shifted labels",
+        {"given": {"compute_loss_func": mean_loss}, "weigh": count_shifted},
+        WEIGHED,
     ),
-    "a subclass": ({"kind": OwnLoss}, "mean over shifted labels"),
+    "a subclass": ({"kind": OwnLoss, "weigh": count_shifted}, WEIGHED),
     "gradient checkpointing": ({"activation_checkpointing": True}, DIVIDED),
     "left padding": ({"collate": left_padded}, DIVIDED),
     "group_by_length": ({"train_sampling_strategy": "group_by_length"}, DIVIDED),
     "NEFTune": ({"neftune_noise_alpha": 5.0}, DIVIDED),
     "texts of one length": ({"data": Packed()}, DIVIDED),
     "texts of one length at first": (
-        {"data": Packed(ragged_from=100), "given": {"compute_loss_func": mean_loss}},
-        "mean over shifted labels",
+        {
+            "data": Packed(ragged_from=100),
+            "given": {"compute_loss_func": mean_loss},
+            "weigh": count_shifted,
+        },
+        WEIGHED,
     ),
     "tokens counted": ({"include_num_input_tokens_seen": "non_padding"}, DIVIDED),
     "ReduceLROnPlateau": (
@@ -89,8 +98,8 @@ CASES = {
 def test_the_trainer_ends_where_its_whole_batches_end(name, tmp_path):
     """Weights to 1e-12, learning rates and callbacks the same, and losses and norms to the Trainer's float32."""
     options, reading = CASES[name]
-    make = partial(trainer_of, tmp_path, **options)
-    whole, split = train(make), train(make, attached={})
+    make = partial(trainer_of, tmp_path, **{key: value for key, value in options.items() if key != "weigh"})
+    whole, split = train(make), train(make, attached={"weigh": options.get("weigh")})
     assert apart(whole, split) < (1e-12 if "AdamW" not in name else 1e-11)
     assert logs_apart(whole, split) < SINGLE
     assert logs_apart(whole, split, ["learning_rate", "epoch"]) == 0

@@ -12,7 +12,7 @@ from trl_trainers import dpo, generating, kto, llama, preferences, reward, sft
 
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.integrations.transformers import attach
-from autobatch.integrations.transformers.metrics import StepMetrics
+from autobatch.integrations.transformers.logs import StepMetrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # TRL's
 
@@ -23,11 +23,11 @@ CASES = {
     "SFT without padding": (
         lambda folder: sft(folder, llama(**EAGER), padding_free=True, max_length=None),
         1e-6,
-        "samples collated anew",
+        "samples collated again",
     ),
-    "SFT, packed": (lambda folder: sft(folder, llama(**EAGER), packing=True), 1e-6, "samples collated anew"),
-    "DPO": (dpo, 1e-5, "samples collated anew"),
-    "reward": (reward, 1e-12, "samples collated anew"),
+    "SFT, packed": (lambda folder: sft(folder, llama(**EAGER), packing=True), 1e-6, "samples collated again"),
+    "DPO": (dpo, 1e-5, "samples collated again"),
+    "reward": (reward, 1e-12, "samples collated again"),
 }
 
 

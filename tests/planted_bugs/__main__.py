@@ -11,11 +11,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 from planted_bugs import NAME_IN_ENVIRONMENT, Bug, all_bugs, find
 
 ROOT = Path(__file__).parents[2]
 AT_ONCE = 3  # ranks wait for each other: on two cores a third process has time
+
+_IMPORTING = Lock()  # two threads that import modules of one package at once can deadlock
 
 
 def run_tests(tests: Sequence[str], *options: str, bug: str = "") -> subprocess.CompletedProcess[str]:
@@ -31,7 +34,8 @@ def try_bug(bug: Bug) -> bool:
     """Return whether a test finds the bug, and print which one."""
     started, found_by = time.perf_counter(), ""
     try:
-        find(bug)
+        with _IMPORTING:
+            find(bug)
     except (LookupError, ImportError) as error:
         reason = str(error)
     else:

@@ -14,8 +14,8 @@ def a_trainer_counts_twice(real, self, taken):
 
 
 @bug(
-    "autobatch.integrations.transformers.trainer_logs.TrainerLogs.put",
-    "tests/integrations/test_trainer_logs.py::test_an_evaluation_in_parts_logs_once_a_batch",
+    "autobatch.integrations.transformers.logs.TrainerLogs.put",
+    "tests/integrations/test_trainer_logs.py::test_a_retried_step_logs_once",
 )
 def a_trainer_logs_twice(real, self, taken):
     """What a Trainer logs in its step is logged again by a retry."""

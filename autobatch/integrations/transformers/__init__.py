@@ -5,9 +5,8 @@
     attach(trainer, target_batch=256)
     trainer.train()
 
-Covers any ``Trainer``, those of TRL and sentence-transformers included. The Trainer's own ``training_step`` runs once a
-micro-batch with its backward pass held back; clipping, scaler, optimizer, scheduler, callbacks, logging and saving stay
-the Trainer's. Does not cover loops that generate inside a step, nor engines that own the backward pass: ``attach``.
+The Trainer's own ``training_step`` runs once a micro-batch, up to its loss. Clipping, scaler, optimizer, scheduler,
+callbacks, logging and saving stay the Trainer's.
 """
 
 from __future__ import annotations

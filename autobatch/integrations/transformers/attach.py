@@ -1,8 +1,4 @@
-"""Attaches autobatch to a Hugging Face ``Trainer``: checks it, merges its batch, and replaces three attributes.
-
-Covers what is done before ``train()``, and Trainers that are refused there: what they and their arguments show. What is
-done in it: ``training``, ``evaluation``, ``trainer_state``. Losses that compare samples show there (``rule_search``).
-"""
+"""Attaches autobatch to a Hugging Face ``Trainer``: checks it, merges its batch, and replaces three attributes."""
 
 from __future__ import annotations
 
@@ -17,15 +13,14 @@ from autobatch._arguments import check_target
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.fitting.options import IntegrationOptions, Options, names_of, refuse_unknown
+from autobatch.integrations.transformers.cuts import SampleKeeper
 from autobatch.integrations.transformers.evaluation import EvaluationStep
-from autobatch.integrations.transformers.samples import SampleKeeper
 from autobatch.integrations.transformers.trainer_state import AutobatchState
 from autobatch.integrations.transformers.training import TrainingStep
+from autobatch.step.workload import Weigh
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = ["attach"]
 
 _log = logging.getLogger("autobatch")
 
@@ -33,92 +28,85 @@ _log = logging.getLogger("autobatch")
 def attach(
     trainer: Any,
     target_batch: int | None = None,
+    *,
+    weigh: Weigh | None = None,
     **options: Unpack[IntegrationOptions],
 ) -> TrainingStep:
     """Let a Trainer's optimizer steps see ``target_batch`` samples, in micro-batches that fit.
 
-    Call it before ``trainer.train()``. On the first batch it is found out what the loss is a mean over, and ``fit``
-    finds the size on the Trainer's own step. A step that runs out of memory goes on with less, as in ``Runner``.
-    ``per_device_train_batch_size`` becomes this rank's share of the target and ``gradient_accumulation_steps`` 1, so
-    the Trainer counts steps, epochs and learning rates as it would for the whole batch.
+    Call it before ``trainer.train()``. The first batch shows whether the loss was divided by ``num_items_in_batch`` or
+    is a mean over samples, and ``fit`` finds the size with the Trainer's own step. A step that runs out of memory is
+    undone and runs again in smaller micro-batches. ``per_device_train_batch_size`` becomes this rank's share of the
+    target and ``gradient_accumulation_steps`` becomes 1. So the Trainer counts steps, epochs and learning rates as for
+    the whole batch.
 
     Args:
         trainer: A ``transformers.Trainer`` or a subclass. Its ``training_step`` and ``prediction_step`` still run, once
             a micro-batch.
-        target_batch: Samples one optimizer step should see, over all ranks; default: what the Trainer's arguments make,
-            size x accumulation x ranks.
+        target_batch: Samples of one optimizer step, over all ranks. Default: what the Trainer's arguments make, size x
+            accumulation x ranks.
+        weigh: ``weigh(inputs) -> number``: what the loss is a mean over, if it is neither of the two above, such as a
+            mean over labels that ignores ``num_items_in_batch``.
         **options: ``budget``, ``headroom``, ``max_micro_batch``, ``objective``, ``accumulate_in_float32``, ``reuse``
             and ``progress`` as in ``fit``; ``hooks`` as in ``Runner``; and these:
             ``check``: what to do if the loss cannot be split exactly. ``"raise"`` is the default, ``"warn"`` logs a
-            warning. ``None`` compares no gradients: the values of a few losses show what the loss is a mean over.
-            ``device``: the device's memory; default: where the model is.
+            warning. ``None`` compares no gradients; the values of a few losses still show how the loss is read.
+            ``device``: the device's memory; default: that of the model.
             ``keep``: objects that a step or an evaluation changes, as in ``Runner``. Numbers and small containers in
             the Trainer's own attributes, such as TRL's metrics, are kept already.
 
     Returns:
-        What runs the steps: its ``plan``, ``runner``, ``rule`` and last ``result``, after the first batch.
+        The object that runs the steps. After the first batch it has ``plan``, ``runner``, ``rule`` and ``result``.
 
     Raises:
-        InvalidArgument: The Trainer cannot be supported, and what to do instead; or an argument cannot mean anything.
+        InvalidArgument: The Trainer is not supported; the message says what to do instead. Or an argument is not valid.
         InexactSplit: Its loss is known to compare samples, and ``check="raise"``.
 
-    ``train()`` then raises what ``fit``, ``verify`` and ``Runner`` raise; ``InexactSplit`` for a loss that compares
-    samples, such as a contrastive one.
+    ``train()`` then raises what ``fit``, ``verify`` and ``Runner`` raise; ``InexactSplit`` for a loss that has none of
+    these readings, or that compares samples, such as a contrastive one.
     """
-    refuse_unknown("attach()", options, ["target_batch", *names_of(IntegrationOptions)])
+    refuse_unknown("attach()", options, ["target_batch", "weigh", *names_of(IntegrationOptions)])
     if not isinstance(trainer, Trainer):
         raise InvalidArgument(f"trainer= is {name_type(trainer)}; pass a transformers.Trainer")
+    name = type(trainer).__name__
     if isinstance(vars(trainer).get("training_step"), TrainingStep):
         raise InvalidArgument(
-            f"attach() was called before with this {type(trainer).__name__}: call it once; for other arguments, as "
-            f"after an error that names one, make a new Trainer"
+            f"attach() was called before with this {name}: call it once; for other arguments, as after an error that "
+            f"names one, make a new Trainer"
         )
-    _refuse_unsupported(trainer)
-    target = find_target(trainer, target_batch)
-    checked = Options.read(options, target=target)
-    _check_loss(trainer, checked.fit["check"])
-    _warn_of_few_samples(trainer, target)
-    merge_batch(trainer, target)
-    collate = trainer.data_collator
-    step = TrainingStep(trainer, collate, checked)
-    trainer.prediction_step = EvaluationStep(trainer, collate, step.device, step.budget, checked.keep)
-    trainer.training_step = step
-    trainer.data_collator = SampleKeeper(collate)
-    trainer.add_callback(AutobatchState(step.state))
-    return step
-
-
-def find_target(trainer: Any, target_batch: Any | None) -> int:
-    """The samples of a step over all ranks: the user's own, or what the Trainer's arguments make."""
-    arguments = trainer.args
-    made = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    return check_target(made if target_batch is None else target_batch)
-
-
-def merge_batch(trainer: Any, target: int) -> None:
-    """Make one batch of the loader this rank's share of the target; accumulation is then autobatch's.
-
-    Raises:
-        InvalidArgument: The ranks cannot have equal shares of it.
-    """
+    reason = _find_reason(trainer) or _find_parallelism(trainer)
+    if reason:
+        raise InvalidArgument(f"{name}: {reason}")
     arguments = trainer.args
     ranks = arguments.world_size
+    made = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * ranks
+    target = check_target(made if target_batch is None else target_batch)
+    checked = Options.read(options, target=target, weigh=weigh)
+    _refuse_comparing(trainer, checked.fit["check"])
     share, rest = divmod(target, ranks)
     if rest:
         raise InvalidArgument(
             f"target_batch={target} over {ranks} ranks: the Trainer gives each rank equally many samples; pass a "
             f"multiple of {ranks}"
         )
+    _warn_of_few_samples(trainer, target)
+    # One batch of the loader becomes this rank's share of the target.
     arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = share, 1
     trainer._train_batch_size = arguments.train_batch_size  # noqa: SLF001 - what the loader is made with, and nothing public sets it
+    collate = trainer.data_collator
+    step = TrainingStep(trainer, collate, checked)
+    trainer.prediction_step = EvaluationStep(trainer, collate, step, checked)
+    trainer.training_step = step
+    trainer.data_collator = SampleKeeper(collate)
+    trainer.add_callback(AutobatchState(step.state))
+    return step
 
 
+# TRL's Trainers whose ``training_step`` generates samples and splits them.
 _GENERATING = frozenset(
     ("GRPOTrainer", "RLOOTrainer", "GKDTrainer", "DistillationTrainer", "PPOTrainer", "OnlineDPOTrainer", "XPOTrainer")
 )
-"""TRL's Trainers whose ``training_step`` generates samples and divides them by itself."""
-
-
+# Loss types of TRL's Trainers that sort samples, or take a mean over them inside the loss; and what to do instead.
 _COMPARING: Mapping[str, tuple[frozenset[str], str]] = {
     "DPOTrainer": (
         frozenset(("aot", "aot_pair", "aot_unpaired")),
@@ -126,14 +114,6 @@ _COMPARING: Mapping[str, tuple[frozenset[str], str]] = {
     ),
     "KTOTrainer": (frozenset(("kto",)), "choose loss_type='apo_zero_unpaired', which looks at each sample alone"),
 }
-"""Loss types of TRL's Trainers that sort samples, or take a mean over them inside the loss; and what to do instead."""
-
-
-def _refuse_unsupported(trainer: Any) -> None:
-    """Raise InvalidArgument for a Trainer whose steps cannot be run in micro-batches of any size."""
-    reason = _find_reason(trainer) or _find_parallelism(trainer)
-    if reason:
-        raise InvalidArgument(f"{type(trainer).__name__}: {reason}")
 
 
 def _find_reason(trainer: Any) -> str:
@@ -163,10 +143,10 @@ def _find_reason(trainer: Any) -> str:
     return ""
 
 
-def _check_loss(trainer: Any, check: Literal["warn", "raise"] | None) -> None:
-    """Raise or warn where a loss is known to compare samples.
+def _refuse_comparing(trainer: Any, check: Literal["warn", "raise"] | None) -> None:
+    """Raise or warn if a loss is known to compare samples.
 
-    At first no comparison shows it: policy and reference are equal, so that what is compared is 0 for each sample.
+    The first comparison cannot show it: policy and reference are still equal, so what is compared is 0.
     """
     chosen = getattr(trainer.args, "loss_type", None)
     chosen = {chosen} if isinstance(chosen, str) else {*chosen} if isinstance(chosen, list | tuple) else set()
@@ -183,7 +163,7 @@ def _check_loss(trainer: Any, check: Literal["warn", "raise"] | None) -> None:
 
 
 def _warn_of_few_samples(trainer: Any, target: int) -> None:
-    """Warn where the dataset has fewer samples than a step should see."""
+    """Warn if the dataset has fewer samples than a step should see."""
     try:
         data = trainer.train_dataset
         samples = sum(map(len, data.values())) if isinstance(data, Mapping) else len(data)  # of several datasets

@@ -1,83 +1,96 @@
-"""Evaluates a Trainer's batches whole where they fit, in smaller parts where not; the result is the whole's.
+"""Evaluates a Trainer's batches whole if they fit, otherwise in parts; loss, outputs and logs are the whole batch's.
 
-Covers ``prediction_step``: the size that fits is found when memory ends, and holds from then on; what the parts log is
-logged once a batch. How losses are put together: ``evaluation_loss``. Does not cover metrics over the dataset, which
-the Trainer computes from what comes out here, nor several ranks: the Trainer's own code counts labels over all of them
-in each call, so that none may call it alone.
+The size that fits is found when memory runs out, and holds from then on. On several ranks the Trainer's own code runs:
+it counts labels over all ranks in each call, so that no rank may call it alone.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from transformers.trainer_pt_utils import nested_concat
 
 from autobatch.batch.samples import describe
-from autobatch.integrations.transformers.cuts import count_rows
-from autobatch.integrations.transformers.evaluation_loss import (
-    EvaluationKind,
-    EvaluationKinds,
-    Part,
-    find_contrast,
-    weigh,
+from autobatch.fitting.options import Options
+from autobatch.integrations.attributes import replaced
+from autobatch.integrations.transformers.cuts import (
+    Collate,
+    copy_samples,
+    count_rows,
+    count_samples,
+    take_samples,
 )
-from autobatch.integrations.transformers.metrics import StepMetrics
-from autobatch.integrations.transformers.samples import copy_samples, take_samples
-from autobatch.integrations.transformers.trainer_logs import TrainerLogs
-from autobatch.integrations.transformers.trainer_state import EvaluationState
-from autobatch.memory.device import Device
+from autobatch.integrations.transformers.known_rules import KnownRules
+from autobatch.integrations.transformers.logs import StepMetrics, TrainerLogs, is_number
+from autobatch.integrations.transformers.loss_rule import (
+    DIVIDED,
+    SAMPLES,
+    WEIGHED,
+    Reading,
+    choose_telling,
+    read_loss,
+)
+from autobatch.integrations.transformers.trainer_state import TrainerAttributes, undone
+from autobatch.integrations.transformers.training import TrainingStep
 from autobatch.memory.oom import describe_error, is_oom
-
-__all__ = ["EvaluationStep"]
+from autobatch.undo.undo import Undo
 
 _log = logging.getLogger("autobatch")
 
 Outputs = tuple[Any, Any, Any]
 """Loss, logits and labels, as ``prediction_step`` returns them; each may be ``None``."""
-_FEW = 5
-"""Samples, in unequal parts, on which it is found how losses and logged values are combined."""
+
+_FEW = 5  # samples whose losses are read, in unequal parts
+_NEAR = 1e-4  # relative error with which a reading explains a loss
+_COARSE = 2e-2  # the same in bfloat16 or float16, whose last bit is 0.4 %
 
 
-class _PartRun(NamedTuple):
+@dataclass(frozen=True)
+class _Part:
     samples: int
-    weights: Mapping[str, float]
+    weight: float  # what its loss counts for in a mean
     outputs: Outputs
 
 
+class _Batch:
+    """One batch, of which parts can be run."""
+
+    def __init__(self, inputs: Any, collate: Collate, run: Callable[[Any], Outputs]) -> None:
+        self.samples = take_samples(inputs)
+        self.inputs, self.count, self.run = inputs, count_samples(inputs, self.samples), run
+        self._collate = collate
+
+    def take(self, rows: Sequence[int]) -> Any:
+        """Take some samples; all of them are the loader's batch."""
+        if rows == range(self.count):  # in a dict of its own: the Trainer's code may take entries out
+            return type(self.inputs)(self.inputs) if isinstance(self.inputs, dict) else self.inputs
+        if self.samples is None or count_rows(self.inputs) == self.count:
+            return describe(self.inputs).take(rows)
+        return self._collate(copy_samples([self.samples[row] for row in rows]))
+
+
 class EvaluationStep:
-    """Stands in place of a Trainer's ``prediction_step``.
+    """Takes the place of a Trainer's ``prediction_step``.
 
     Attributes:
-        size: The most samples that are run at once; ``None`` before memory has ended for the first time.
+        size: The most samples that run at once; ``None`` before memory has run out for the first time.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        collate: Callable[[Sequence[Any]], Any],
-        device: Callable[[], Device],
-        budget: Callable[[], int | None],
-        keep: Sequence[Any] = (),
-    ) -> None:
-        """Know the Trainer.
-
-        Args:
-            trainer: Whose ``prediction_step`` is still its own.
-            collate: Its own collate function.
-            device: The memory of the device that the model is on.
-            budget: Bytes that this process may have.
-            keep: Objects of the user that the step changes.
-        """
+    def __init__(self, trainer: Any, collate: Collate, training: TrainingStep, options: Options) -> None:
+        """Bind a Trainer whose ``prediction_step`` is still its own."""
         self.size: int | None = None
-        self._trainer, self._collate, self._device, self._budget = trainer, collate, device, budget
+        self._trainer, self._collate, self._training = trainer, collate, training
         self._prediction_step = trainer.prediction_step
-        self._logs, self._kinds = TrainerLogs(trainer), EvaluationKinds(trainer)
-        self._state = EvaluationState(trainer, device, [self._logs, *keep])
+        self._weigh: Callable[[Any], Any] | None = options.weigh
+        self._logs = TrainerLogs(trainer, options.weigh)
+        self._keep = [self._logs, *options.keep]
+        self._readings = KnownRules[Reading](type(trainer).__name__)
+        self._has_warned = False
 
     def __call__(
         self,
@@ -86,156 +99,146 @@ class EvaluationStep:
         prediction_loss_only: bool,  # noqa: FBT001 - the Trainer's own signature
         ignore_keys: list[str] | None = None,
     ) -> Outputs:
-        """Loss, logits and labels of a whole batch."""
-        samples = take_samples(inputs)
+        """Return loss, logits and labels of a whole batch."""
+
+        def run(part: Any) -> Outputs:
+            outputs: Outputs = self._prediction_step(model, part, prediction_loss_only, ignore_keys)
+            return outputs
+
+        batch = _Batch(inputs, self._collate, run)
         if self._trainer.args.world_size > 1:
-            whole: Outputs = self._prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            return whole
-        options = prediction_loss_only, ignore_keys
-        count, metrics = _count(inputs, samples), StepMetrics(self._trainer, "eval")
+            return run(inputs)
+        metrics = StepMetrics(self._trainer, "eval")
         metrics.begin()
         self._logs.micro_batches.clear()
-        part_of = partial(self._part, inputs, samples, count)
-        parts = self._run_parts(part_of, count, metrics, model, options)
+        # A part's loss is divided by the count of the whole batch, as a micro-batch's is in training.
+        count = self._trainer._get_num_items_in_batch  # noqa: SLF001 - nothing public is asked for it
+        items = None
+        if isinstance(inputs, Mapping):
+            items = self._training.try_twice(lambda: count([inputs], self._trainer.args.device))
+        with replaced(self._trainer, "_get_num_items_in_batch", lambda *_, **__: items):
+            parts = self._run_parts(model, batch, metrics)
+            reading = self._read(model, batch) if len(parts) > 1 else SAMPLES
         sizes = [part.samples for part in parts]
         metrics.merge(sizes)
-        if len(parts) == 1:
-            self._logs.write(sizes)
-            return parts[0].outputs
-        losses = [(part.outputs[0], part.weights) for part in parts]
-        kind = self._kinds.find(inputs)
-        self._logs.ways = kind.log_ways
-        run, contrast = partial(self._run, part_of, model, options), partial(find_contrast, inputs, count)
-        self._learn(model, run, contrast, kind, losses)
         self._logs.write(sizes)
-        return (kind.loss.join(losses), *_join([part.outputs for part in parts]))
+        if len(parts) == 1:
+            return parts[0].outputs
+        return (_join_losses(parts, reading), *_join([part.outputs for part in parts]))
 
-    def _run_parts(
-        self, part_of: Callable[[int, int], Any], count: int, metrics: StepMetrics, model: Any, options: Any
-    ) -> list[_PartRun]:
-        """The whole batch, in as many parts as memory asks for; what failed parts have changed is put back."""
-        parts: list[_PartRun] = []
+    def _run_parts(self, model: Any, batch: _Batch, metrics: StepMetrics) -> list[_Part]:
+        """Run the whole batch, in as many parts as memory asks for; what failed parts changed is undone."""
+        parts: list[_Part] = []
         start = 0
-        try:
-            while start < count:
-                stop = min(count, start + (self.size or count))
-                part = part_of(start, stop)
-                found, reason = self._try(stop - start, model, part, *options)
-                if found is None:
-                    self._shrink(stop - start, reason)
-                    continue
-                parts.append(found)
-                metrics.add(part)
-                start = stop
-        finally:
-            self._state.end()
+        while start < batch.count:
+            stop = min(batch.count, start + (self.size or batch.count))
+            inputs = batch.take(range(start, stop))
+            part, reason = self._attempt(model, batch.run, inputs, stop - start)
+            if part is None:
+                self._training.device().reclaim()  # only now are the failed frames gone
+                self.size = (stop - start + 1) // 2
+                _log.warning(
+                    "evaluation ran out of memory at %d samples; continuing with at most %d; %s",
+                    stop - start,
+                    self.size,
+                    reason,
+                )
+                continue
+            parts.append(part)
+            metrics.add(inputs)
+            start = stop
         return parts
 
-    def _run(self, part_of: Callable[[int, int], Any], model: Any, options: Any, start: int, stop: int) -> Part:
-        """The loss of some samples of the batch once more; what they log is kept for ``learn``."""
-        part = part_of(start, stop)
-        weights = weigh(self._trainer, part, stop - start)
-        with self._logs.catch(part):
-            return self._prediction_step(model, part, *options)[0], weights
-
-    def _learn(
-        self,
-        model: Any,
-        run: Callable[[int, int], Part],
-        contrast: Callable[[int, int], int],
-        kind: EvaluationKind,
-        losses: Sequence[Part],
-    ) -> None:
-        """Find what is not known yet of a kind of batch, on a few samples that are run again; memory may end in it.
-
-        No other evaluation runs more than its own samples. Where no two fit at once, all is what is likeliest.
-
-        Args:
-            model: The Trainer's.
-            run: Runs samples of the batch, from one to before another.
-            contrast: Where the samples begin that tell most, by how many they are and how many are the first part.
-            kind: What is known of it.
-            losses: Of the batch's own parts.
-        """
-        few, first = self._divide_few()
-        learns_logs = not kind.knows_logs and any(one.calls for one in self._logs.micro_batches)
-        learns_loss = kind.loss.is_open(losses)
-        if few < 2 or not (learns_logs or learns_loss):
-            return
+    def _attempt(
+        self, model: Any, run: Callable[[Any], Outputs], inputs: Any, samples: int
+    ) -> tuple[_Part | None, str]:
+        """Return what the Trainer's own step returns; or why memory ran out, with no reference to the error."""
+        device, plan = self._training.device(), self._training.plan
+        before: Undo | None = None
         try:
-            with self._state.undone(model):
-                if learns_logs:
-                    kind.knows_logs = True
-                    self._learn_logs(run, (first, few - first))
-                if learns_loss:
-                    start = contrast(few, first)
-                    (whole, _), (again, _) = run(start, start + few), run(start, start + few)
-                    parts = [run(start, start + first), run(start + first, start + few)]
-                    kind.loss.learn(whole, again, parts, self.size or 1)
-        except Exception as error:
-            if not is_oom(error):
-                raise
-
-    def _learn_logs(self, run: Callable[[int, int], Part], sizes: Sequence[int]) -> None:
-        """Find how logged values are combined; without it they are means over samples."""
-
-        def run_all(their_sizes: Sequence[int]) -> None:
-            for start, stop in pairwise([0, *accumulate(their_sizes)]):
-                run(start, stop)
-
-        self._logs.learn(run_all, sizes)
-
-    def _divide_few(self) -> tuple[int, int]:
-        """How many samples are compared, and how many of them are the first part."""
-        few = min(_FEW, self.size or 1)
-        return few, min(few - 1, few // 2 + 1)
-
-    def _try(self, samples: int, model: Any, part: Any, *options: Any) -> tuple[_PartRun | None, str]:
-        """What the Trainer's own returns for a part, or why memory ended, with no reference to the error."""
-        device, budget = self._device(), self._budget()
-        try:
-            self._state.begin(model)
-            weights = weigh(self._trainer, part, samples)
-            with (
-                device.limit(budget) if budget else nullcontext(),
-                device.micro_batch(samples) or nullcontext(),
-                self._logs.catch(part),
-            ):
-                return _PartRun(samples, weights, self._prediction_step(model, part, *options)), ""
+            before = Undo(model, device.torch_device, keep=[TrainerAttributes(self._trainer), *self._keep])
+            limit = nullcontext() if plan is None else device.limit(plan.budget_bytes)
+            # Before the Trainer's code may take entries out of it.
+            weight = samples if self._weigh is None else float(self._weigh(inputs))
+            with limit, device.micro_batch(samples) or nullcontext(), self._logs.catch(inputs):
+                part = _Part(samples, weight, run(inputs))
         except Exception as error:
             if samples == 1 or not is_oom(error):
                 raise
-            return None, describe_error(error)
+            reason = describe_error(error)
+        else:
+            before.release()
+            return part, ""
+        if before is not None:
+            before.restore()
+        return None, reason
 
-    def _shrink(self, failed: int, reason: str) -> None:
-        self._state.put_back()
-        self._device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
-        self.size = (failed + 1) // 2
-        _log.warning(
-            "evaluation ran out of memory at %d samples; continuing with at most %d; %s",
-            failed,
-            self.size,
-            reason,
-        )
+    # ---------------------------------------------------------------------------------------- how losses are joined
 
-    def _part(self, inputs: Any, samples: Sequence[Any] | None, count: int, start: int, stop: int) -> Any:
-        if stop - start == count:
-            return (
-                type(inputs)(inputs) if isinstance(inputs, dict) else inputs
-            )  # the Trainer's code may take entries out
-        if samples is None or count_rows(inputs) == count:
-            return describe(inputs).take(range(start, stop))
-        return self._collate(copy_samples(samples[start:stop]))
+    def _read(self, model: Any, batch: _Batch) -> Reading:
+        """Return the reading of this kind of batch; where it is new, a few samples run whole and in two parts."""
+        if self._weigh is not None:
+            return WEIGHED
+        try_twice = self._training.try_twice
+        kind, known = try_twice(lambda: self._readings.find(batch.inputs, batch.count))
+        if known is not None:
+            return known
+        training, size = self._training.rule, self.size or 1
+        reading: Reading | None = None if training is None else training.reading
+        rows = try_twice(lambda: choose_telling(batch.inputs, batch.count, min(_FEW, size)))
+
+        def loss_of(start: int, stop: int) -> float:
+            part = batch.take(rows[start:stop])
+            with self._logs.catch(part):
+                loss = batch.run(part)[0]
+            return float(loss) if is_number(loss) else float("nan")
+
+        if size > 1:
+            try:
+                with undone(self._trainer, model, self._training.device().torch_device, self._keep):
+                    found, error = read_loss(loss_of, len(rows))
+            except Exception as raised:
+                if not is_oom(raised):
+                    raise
+            else:
+                reading = found or reading
+                self._warn(error if found else 0.0)
+                self._readings.add(kind, reading or SAMPLES)
+        if reading is None:
+            self._warn(math.inf)
+        return reading or SAMPLES
+
+    def _warn(self, error: float) -> None:
+        arguments = self._trainer.args
+        tensors = [*self._trainer.model.parameters()][:1]
+        is_mixed = arguments.bf16 or arguments.fp16 or arguments.bf16_full_eval or arguments.fp16_full_eval
+        is_coarse = is_mixed or any(tensor.element_size() < 4 for tensor in tensors)
+        if error > (_COARSE if is_coarse else _NEAR) and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "the loss of %s is neither a mean over samples nor divided by num_items_in_batch, so it is approximate "
+                "for evaluation batches that run in parts: pass weigh= to attach(), or "
+                "per_device_eval_batch_size=%d, with which they run whole",
+                type(self._trainer).__name__,
+                self.size,
+            )
 
 
-def _count(inputs: Any, samples: Sequence[Any] | None) -> int:
-    """Samples of a batch; 1 where it cannot be divided."""
-    rows = count_rows(inputs)
-    return len(samples) if samples is not None else rows or 1
+def _join_losses(parts: Sequence[_Part], reading: Reading) -> Any:
+    """Return the loss of the whole batch."""
+    losses = [part.outputs[0] for part in parts]
+    if any(loss is None for loss in losses):
+        return None
+    if reading == DIVIDED:
+        return sum(losses)
+    total = sum(part.weight for part in parts)
+    # A part that counts for nothing may have a loss that is not a number.
+    counting = [part.outputs[0] * (part.weight / total) for part in parts if part.weight]
+    return sum(counting) if counting else losses[0]
 
 
 def _join(parts: Sequence[Outputs]) -> list[Any]:
-    """The whole's logits and labels, one part after another."""
+    """Return the whole batch's logits and labels, one part after another."""
     joined = []
     for index in (1, 2):
         whole = parts[0][index]

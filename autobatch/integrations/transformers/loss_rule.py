@@ -1,43 +1,58 @@
-"""Defines how a Trainer's batches are divided and what its loss is a mean over: the rule with which a step is run.
+"""Finds how a Trainer's batches are divided and how its loss is read, and checks that this is exact.
 
-Covers what each reading counts, and when a batch puts the rule in question. Does not cover how it is found
-(``rule_search``).
+1. A loss has one of two readings. It was divided by ``num_items_in_batch``, or is a sum: micro-batches add up. Or it is
+   a mean over samples. The loss of a few samples beside those of two parts of them shows which: of 4 parts a sum has 4
+   times the value of a mean. ``weigh=`` states a third reading, and nothing is measured.
+2. Gradients of a batch and of its parts are compared by ``autobatch.verify``. The first way to divide that is exact is
+   taken; if none is, InexactSplit names the causes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.batch.samples import describe
-from autobatch.integrations.transformers.cuts import IGNORED, Cut, count_rows
-from autobatch.integrations.transformers.trainer_step import TrainerStep
+from autobatch.batch.samples import Layout, describe
+from autobatch.errors import AutobatchError, InexactSplit
+from autobatch.exactness.determinism import deterministic
+from autobatch.exactness.verification import compare_with_parts, verify
+from autobatch.integrations.attributes import replaced
+from autobatch.integrations.transformers.cuts import Rows, count_labels
+from autobatch.integrations.transformers.trainer_state import undone
+from autobatch.integrations.transformers.trainer_step import TrainerStep, modes_of_training
+from autobatch.memory.oom import describe_error
+from autobatch.records import Verdict
 from autobatch.step.losses import Sum
+from autobatch.step.workload import Weigh, Workload
 
-__all__ = [
-    "READINGS",
-    "LossRule",
-    "Reading",
-    "are_proportional",
-    "class_labels",
-    "count_by_sample",
-    "count_samples",
-]
+Reading = Literal["divided by the whole batch's count", "mean over samples", "mean over weigh(batch)"]
+DIVIDED: Reading = "divided by the whole batch's count"
+SAMPLES: Reading = "mean over samples"
+WEIGHED: Reading = "mean over weigh(batch)"
 
-Reading = Literal[
-    "divided by the whole batch's count", "mean over samples", "mean over shifted labels", "mean over labels"
-]
-READINGS: tuple[Reading, ...] = (
-    "divided by the whole batch's count",
-    "mean over shifted labels",
-    "mean over labels",
-    "mean over samples",
+_log = logging.getLogger("autobatch")
+
+_FEW = 6  # samples whose losses are read, in parts of 4 and 2: even ones, since two rows may be a pair
+_NEAR = 1e-5  # relative error with which a reading explains a loss
+
+_OF_THE_BATCH = ("all alike", "count for nothing", "is not finite")
+"""What ``verify`` says if nothing can be compared in this batch; another one may show it."""
+
+_OTHERWISE = "; check='warn' trains anyway"
+_NO_CAUSE = "; if it is a mean over something else, state that with attach(trainer, weigh=...)"
+_NO_PER_STEP = (
+    " (in a Trainer: multiply the term by the micro-batch's share of the labels, the number of its labels / "
+    "num_items_in_batch, in compute_loss)"
 )
-_DIVIDED, _SHIFTED, _LABELS, _SAMPLES = READINGS
 
 
 @dataclass(frozen=True)
@@ -46,101 +61,227 @@ class LossRule:
 
     Attributes:
         cut: How batches are divided.
-        reading: What the Trainer's loss was divided by.
+        reading: Divisor of the Trainer's loss.
         step: The Trainer's step.
-        open: Other readings that the samples that were compared could not distinguish from this one: where all have
-            equally many labels, a mean over labels is a mean over samples.
-        is_tried: Whether those samples were divided as others will be: of equally long rows no padding is cut off.
-        is_exact: Whether a comparison has shown that it is exact; not where ``check`` let an inexact one pass.
-        is_guess: Whether it was taken because its batch had nothing to compare, as one sample has: the next is asked.
+        is_exact: Whether a comparison has shown that it is exact.
+        is_guess: Whether nothing could be compared, as with one sample; a later batch is compared.
     """
 
-    cut: Cut
+    cut: Rows
     reading: Reading
     step: TrainerStep
-    open: tuple[Reading, ...] = ()
-    is_tried: bool = True
     is_exact: bool = False
     is_guess: bool = False
 
-    @property
-    def readings(self) -> tuple[Reading, ...]:
-        """This reading and the open ones."""
-        return (self.reading, *self.open)
-
-    def is_like(self, other: LossRule | None) -> bool:
-        """Whether both divide and weigh alike, so that a Runner of one serves for the other."""
-        return other is not None and (self.cut.name, self.reading) == (other.cut.name, other.reading)
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether no batch of the same kind can put it in question."""
-        return self.is_tried and not self.open and not self.is_guess
-
-    def is_put_in_question(self, inputs: Any) -> bool:
-        """Whether an open reading would weigh the samples of this batch otherwise, or it is the first with padding."""
-        if not self.is_tried and self.cut.is_tried_by(inputs):
-            return True
-        counts = count_by_sample(inputs) if self.open else {}
-        own = counts.get(self.reading)
-        return own is not None and any(one in counts and not are_proportional(own, counts[one]) for one in self.open)
-
     def run(self, model: nn.Module, micro_batch: Any) -> Any:
-        """The step, as ``fit`` and ``Runner`` take it."""
+        """Run the step, as ``fit`` and ``Runner`` take it."""
         loss = self.step.loss_of(model, self.cut.inputs_of(micro_batch))
-        # Counts add up to 1, so what was divided by the whole batch's count is not divided twice.
-        return Sum(loss * self.step.scale, self._share_of(micro_batch)) if self.reading == _DIVIDED else loss
+        # Shares add up to 1, so the Runner does not divide again what was divided by the whole batch's count.
+        return Sum(loss * self.step.scale, self.count(micro_batch)) if self.reading == DIVIDED else loss
+
+    def count(self, micro_batch: Any) -> Any:
+        """Return the weight of a micro-batch: its share of the samples of all ranks, its samples, or ``weigh``'s."""
+        if self.reading == WEIGHED and self.step.weigh is not None:
+            return self.step.weigh(self.cut.inputs_of(micro_batch))
+        samples = describe(micro_batch).count
+        return samples if self.reading == SAMPLES else samples / self.step.samples / self.step.ranks
 
     @property
-    def weigh(self) -> Callable[[Any], Any] | None:
-        """What a mean is over; ``None`` for samples."""
-        if self.reading == _DIVIDED and self.step.ranks > 1:
-            return self._share_of
-        return self._count_labels if self.reading in (_SHIFTED, _LABELS) else None
-
-    def _share_of(self, micro_batch: Any) -> float:
-        """The micro-batch's part of the samples of all ranks."""
-        return describe(micro_batch).count / self.step.samples / self.step.ranks
-
-    def _count_labels(self, micro_batch: Any) -> torch.Tensor:
-        labels = self.cut.inputs_of(micro_batch)["labels"]
-        return _have_loss(labels if self.reading == _LABELS else labels[:, 1:]).sum()
+    def weigh(self) -> Weigh | None:
+        """Return the ``weigh`` of ``verify``, which advises one if the loss states no count."""
+        return self.count if self.reading == WEIGHED else None
 
     def __str__(self) -> str:
-        """For a line of the log."""
-        return f"micro-batches are {self.cut.name}; the loss is a {self.reading}".replace("a divided", "divided")
+        """Return both in words, for a line of the log."""
+        loss = self.reading if self.reading == DIVIDED else f"a {self.reading}"
+        return f"micro-batches are {self.cut.name}; the loss is {loss}"
 
 
-def count_by_sample(inputs: Any) -> dict[Reading, list[int]]:
-    """What each row of a batch counts for by each reading; nothing without labels that are classes."""
-    labels = class_labels(inputs)
-    if labels is None:
-        return {}
-    counted = _have_loss(labels)
-    if labels.ndim == 1:
-        return {_LABELS: counted.int().tolist(), _SAMPLES: [1] * len(counted)}
-    shifted, all_of_them = torch.stack([counted[:, 1:].sum(1), counted.sum(1)]).tolist()
-    return {_SHIFTED: shifted, _LABELS: all_of_them, _SAMPLES: [1] * len(shifted)}
+# ---------------------------------------------------------------------------------------- what a loss was divided by
 
 
-def are_proportional(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two readings weigh these samples alike."""
-    totals = sum(one), sum(other)
-    return all(a * totals[1] == b * totals[0] for a, b in zip(one, other, strict=True))
+def read_loss(loss_of: Callable[[int, int], float], samples: int) -> tuple[Reading | None, float]:
+    """Return the reading that is nearest to the losses of a few samples, and by how much it misses them.
+
+    Args:
+        loss_of: Returns the loss of the samples from one to before another.
+        samples: Number of the samples, at least 2.
+    """
+    first = 1 if samples == 2 else samples // 2 + 1
+    whole, one, other = loss_of(0, samples), loss_of(0, first), loss_of(first, samples)
+    if not all(map(math.isfinite, (whole, one, other))) or not whole or not (one or other):
+        return None, math.inf
+    mean = (one * first + other * (samples - first)) / samples
+    errors: dict[Reading, float] = {DIVIDED: abs(one + other - whole), SAMPLES: abs(mean - whole)}
+    nearest: Reading = DIVIDED if errors[DIVIDED] < errors[SAMPLES] else SAMPLES
+    return nearest, errors[nearest] / max(map(abs, (whole, one, other)))
 
 
-def _have_loss(labels: torch.Tensor) -> torch.Tensor:
-    """Which labels have a loss."""
-    return labels != IGNORED
+def choose_telling(inputs: Any, count: int, most: int) -> list[int]:
+    """Choose samples of a batch, from few labels to many and by class; each part has labels, if most samples have."""
+    labels, order = count_labels(inputs, count), [*range(count)]
+    if labels:
+        classes = inputs["labels"].reshape(count, -1)[:, 0].tolist()
+        order.sort(key=lambda row: (labels[row], classes[row]))
+    few = max(2, min(most, count))  # one sample is taken twice
+    rows = [order[index * (count - 1) // (few - 1)] for index in range(few)]
+    return [rows[-1], *rows[:-1]]
 
 
-def class_labels(inputs: Any) -> torch.Tensor | None:
-    """Of each sample one, or one of each token; ``None`` where labels are something else."""
-    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-    is_classes = isinstance(labels, torch.Tensor) and labels.ndim in (1, 2) and not labels.is_floating_point()
-    return labels if is_classes else None
+def _read_in_training(
+    step: TrainerStep, cut: Rows, model: nn.Module, inputs: Any, samples: Sequence[Any] | None
+) -> tuple[Reading | None, float]:
+    """Read the loss of a few samples of a batch; of two if a loss is not a number, or memory runs out."""
+    batch = cut.batch_of(inputs, samples)
+    layout = describe(batch)
+    for most in (_FEW, 2):
+        rows = choose_telling(cut.inputs_of(batch), layout.count, most)
+        try:
+            found = _read_few(step, cut, model, layout, rows)
+        except AutobatchError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the step itself runs later, and raises what is the user's
+            _log.info("could not compare the losses of a few samples: %s", describe_error(error))
+            continue
+        if found[0] is not None:
+            return found
+    return None, math.inf
 
 
-def count_samples(inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> int:
-    """Samples of a batch, 1 where it cannot be divided; ``samples``: what it was made of, where that is known."""
-    return len(samples) if samples is not None else count_rows(inputs) or 1
+def _read_few(
+    step: TrainerStep, cut: Rows, model: nn.Module, layout: Layout, rows: Sequence[int]
+) -> tuple[Reading | None, float]:
+    """Read the loss without dropout, and with the same random numbers for each sample."""
+    with ExitStack() as stack:
+        device = next(model.parameters()).device
+        stack.enter_context(undone(step.trainer, model, device, [step.metrics.weights, step.logs]))
+        for layer in model.modules():
+            if isinstance(layer, _BatchNorm):  # what a loss was divided by does not depend on its statistics
+                stack.enter_context(replaced(layer, "training", value=False))
+        random = stack.enter_context(deterministic(model, [*model.parameters()]))
+
+        def loss_of(start: int, stop: int) -> float:
+            def run(model: nn.Module, part: Any) -> torch.Tensor:
+                random.begin(range(start, stop), len(rows))
+                return step.loss_of(model, cut.inputs_of(part))
+
+            loss = Workload(model, run).call_step(layout.part([*rows[start:stop]]).batch)
+            return float(loss.detach())
+
+        reading, error = read_loss(loss_of, len(rows))
+        random.end()
+        if random.take_learned():
+            reading, error = read_loss(loss_of, len(rows))
+        # A term of its own, such as a penalty, hides both readings.
+        if _NEAR < error < math.inf and _uses_count(step, lambda: loss_of(0, len(rows))):
+            reading = DIVIDED
+        return reading, error
+
+
+def _uses_count(step: TrainerStep, loss_of: Callable[[], float]) -> bool:
+    """Return whether the loss depends on ``num_items_in_batch``, by more than it differs each time."""
+    counted = step.num_items
+    if counted is None:
+        return False
+    once, again = loss_of(), loss_of()
+    step.num_items = counted * 2
+    try:
+        changed = loss_of()
+    finally:
+        step.num_items = counted
+    return abs(changed - again) > 10 * abs(again - once) + 1e-3 * abs(once)
+
+
+# -------------------------------------------------------------------------------------------- whether a rule is exact
+
+
+def find_rule(
+    step: TrainerStep,
+    cuts: Sequence[Rows],
+    model: nn.Module,
+    inputs: Any,
+    samples: Sequence[Any] | None,
+    *,
+    device: Any,
+    check: Literal["warn", "raise"] | None,
+    known: LossRule | None = None,
+    last: LossRule | None = None,
+) -> LossRule:
+    """Return the first rule by which parts of the batch have the whole batch's gradient.
+
+    Args:
+        step: The Trainer's step.
+        cuts: The ways to divide this batch, in the order in which they are tried.
+        model: Its gradients are compared.
+        inputs: The loader's batch.
+        samples: The samples that it was made of, if they are known.
+        device: As for ``verify``.
+        check: Choice for a loss that no rule splits exactly. ``None`` compares no gradients.
+        known: An exact rule for earlier batches of this kind, which is compared first.
+        last: The rule of the batch before; it stays if nothing can be compared in this one.
+
+    Raises:
+        InexactSplit: With the causes that ``verify`` names.
+    """
+    name, error = type(step.trainer).__name__, 0.0
+    with modes_of_training(model):
+        reading = known.reading if known else WEIGHED
+        if not known and step.weigh is None:
+            read, error = _read_in_training(step, cuts[0], model, inputs, samples)
+            reading = read or (last.reading if last else SAMPLES)
+        guess = LossRule(cuts[0], reading, step, is_guess=True)
+        if check is None:
+            if error > _NEAR:
+                _log.warning("%s: could not read the loss as a mean or a sum; training uses: %s", name, guess)
+            return replace(guess, is_guess=math.isinf(error))
+        if step.samples == 1:
+            return guess
+        verdicts = _compare(guess, cuts, model, inputs, samples, device=device)
+        verdict, rule = verdicts[-1]
+        if verdict.exact:
+            return replace(rule, is_exact=True, is_guess=False)
+        if verdicts[0][0].unchecked and last is not None:
+            if not last.is_guess:
+                why = f"a batch could not be compared with its parts ({verdict.unchecked})"
+                _log.warning("%s: %s; this batch is divided as: %s", name, why, guess)
+            return guess
+        checked = [one for one in verdicts if one[1].reading == reading and not one[0].unchecked]
+        verdict, rule = checked[-1] if checked else verdicts[0]
+        if not verdict.unchecked:
+            batch = rule.cut.batch_of(inputs, samples)
+            explained = verify(model, batch, rule.run, rule.weigh, device=device)
+            verdict = verdict if explained.exact or explained.unchecked else explained
+    refuse(check, _refusal(name, verdict), guess)
+    return replace(guess, is_guess=any(one in verdict.unchecked for one in _OF_THE_BATCH))
+
+
+def _compare(
+    guess: LossRule, cuts: Sequence[Rows], model: nn.Module, inputs: Any, samples: Any, *, device: Any
+) -> list[tuple[Verdict, LossRule]]:
+    """Return the verdicts on all rules up to the first that is exact, or to one if nothing can be compared."""
+    other: tuple[Reading, ...] = (SAMPLES if guess.reading == DIVIDED else DIVIDED,)
+    readings = (guess.reading, *(() if guess.step.weigh else other))
+    verdicts: list[tuple[Verdict, LossRule]] = []
+    for reading, cut in itertools.product(readings, cuts):
+        rule = replace(guess, cut=cut, reading=reading)
+        batch = cut.batch_of(inputs, samples)
+        verdict = compare_with_parts(model, batch, rule.run, rule.weigh, device=device)
+        verdicts.append((verdict, rule))
+        if verdict.exact or verdicts[0][0].unchecked:
+            break
+    return verdicts
+
+
+def refuse(check: Literal["warn", "raise"] | None, reason: str, taken: LossRule) -> None:
+    """Raise InexactSplit, or warn and say how training divides the batch instead."""
+    if check == "raise":
+        raise InexactSplit(f"{reason}{_OTHERWISE}")
+    if check == "warn":
+        _log.warning("%s; training uses: %s", reason, taken)
+
+
+def _refusal(name: str, nearest: Verdict) -> str:
+    if nearest.unchecked:
+        return f"{name}: it could not be checked whether this loss can be split: {nearest.unchecked}"
+    advice = _NO_PER_STEP if "PerStep" in str(nearest) else "" if nearest.causes else _NO_CAUSE
+    return f"{name}: no way was found to split this loss exactly: {nearest}{advice}"
