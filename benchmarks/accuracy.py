@@ -26,8 +26,8 @@ from tables import Goal, Table, judge, show_goals, write_part
 
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.cards import find_gpu
-from autobatch.prediction.cudnn.workspaces import Workspaces
 from autobatch.prediction.predict import MARGIN
+from autobatch.prediction.workspaces import Workspaces
 
 __all__ = ["SHIPPED", "Constants", "fit_constants", "measure", "score"]
 

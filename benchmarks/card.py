@@ -46,7 +46,7 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=_PAGE)
     output = parser.parse_args().output
-    with tempfile.TemporaryDirectory() as home:  # no answer of cuDNN's is remembered from earlier
+    with tempfile.TemporaryDirectory() as home:  # no plan is remembered from earlier
         os.environ["AUTOBATCH_HOME"] = home
         write_part(output, "card", write_chapter())
     print(f"written to {output}")

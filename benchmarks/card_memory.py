@@ -29,7 +29,7 @@ from autobatch.batch.tree import map_tensors
 from autobatch.memory.cuda import uses_expandable_segments
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.local_card import read_card
+from autobatch.prediction.prior import read_card
 from autobatch.prediction.tracing.trace import trace_timeline
 from autobatch.step.workload import Workload
 from autobatch.undo.gradients import Float32Sums

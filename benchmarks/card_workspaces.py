@@ -2,16 +2,13 @@
 
     python benchmarks/card_workspaces.py [--models resnet50] [--samples 32]
 
-Covers networks of timm with random weights in float32 (TF32 allowed, as torch has it), channels first, on cards that
-are described and not there, with the cuDNN of this environment; and seconds of its answers, the first time and
-remembered. Does not cover what a kernel really takes on a card.
+Networks of timm with random weights in float32 (TF32 allowed, as torch has it), channels first, on cards that are
+described and not there, with the cuDNN of this environment; and seconds of its answers.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -25,9 +22,10 @@ from autobatch.batch.samples import describe
 from autobatch.prediction.cards import find_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.cudnn.workspaces import Workspaces, estimate_workspace
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
+from autobatch.prediction.tracing.fake_step import Circumstances
+from autobatch.prediction.tracing.trace import trace_timeline
+from autobatch.prediction.workspaces import Workspaces, estimate_workspace
 from autobatch.step.workload import Workload
 
 __all__ = ["measure"]
@@ -35,7 +33,6 @@ __all__ = ["measure"]
 _MODELS = ("resnet18", "resnet50", "vgg16", "efficientnet_b0", "mobilenetv2_100", "regnety_080", "convnext_tiny")
 _CARDS = ("A100-40GB", "H100-80GB", "L4", "T4")
 _SAMPLES = 32
-_SECONDS = ("first_seconds", "remembered_seconds")
 _COPIES = 2.4
 """Of input and result: what the largest workspace was taken for before cuDNN was asked."""
 
@@ -53,8 +50,7 @@ class _Compared(NamedTuple):
     ruled: int
     multiple: int
     error: float  # of what is reserved by the rule
-    first_seconds: float
-    remembered_seconds: float
+    seconds: float
     version: int  # cuDNN's
 
     def __str__(self) -> str:
@@ -70,15 +66,14 @@ def measure(models: Sequence[str] = _MODELS, samples: int = _SAMPLES) -> Table:
         compared = [_compare(network, card, samples) for card in _CARDS]
         rows.append((network.model, str(len(network.runs)), *[str(one) for one in compared]))
         answered += compared
-    first, remembered = (median(getattr(one, name) for one in answered) for name in _SECONDS)
+    seconds = median(one.seconds for one in answered)
     version = answered[-1].version
     counts = median(len(network.runs) for network in networks)
     explanation = (
         f"Of one step of two micro-batches of {samples} samples: MiB of the largest workspace as cuDNN says, by the "
         f"rule where it is not installed, and as {_COPIES} times the largest convolution's tensors, used before; "
         "then the error of what is reserved by the rule, against cuDNN's answers. "
-        f"cuDNN {version}; asked about a network ({counts:.0f} convolutions in the median) it takes {first:.2f} s, "
-        f"remembered {remembered:.3f} s."
+        f"cuDNN {version}; asked about a network ({counts:.0f} convolutions in the median) it takes {seconds:.2f} s."
     )
     # cuDNN answers on the host, for cards that are described to it: none of them computes anything.
     cards = (f"simulated {card}" for card in _CARDS)
@@ -90,8 +85,6 @@ def _compare(network: _Network, card: str, samples: int) -> _Compared:
     began = time.perf_counter()
     asked = Workspaces.of_card(gpu.architecture, gpu.multiprocessors).ask(network.runs)
     answered = time.perf_counter()
-    Workspaces.of_card(gpu.architecture, gpu.multiprocessors).ask(network.runs)
-    recalled = time.perf_counter()
     by_answers = network.estimate.on_card(gpu, asked).reserved(samples)
     by_rule = network.estimate.on_card(gpu, Workspaces(gpu.architecture, gpu.multiprocessors)).reserved(samples)
     return _Compared(
@@ -99,8 +92,7 @@ def _compare(network: _Network, card: str, samples: int) -> _Compared:
         ruled=max(estimate_workspace(run, gpu.architecture) for run in network.runs),
         multiple=max(int(_COPIES * sum(run.byte_counts()[:2])) for run in network.runs),
         error=by_rule / by_answers - 1,
-        first_seconds=answered - began,
-        remembered_seconds=recalled - answered,
+        seconds=answered - began,
         version=asked.version,
     )
 
@@ -129,6 +121,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as home:  # nothing is remembered from earlier
-        os.environ["AUTOBATCH_HOME"] = home
-        _main()
+    _main()

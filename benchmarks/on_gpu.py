@@ -249,7 +249,7 @@ def measure_context() -> dict[str, Any]:
 
     import pynvml  # noqa: PLC0415
 
-    from autobatch.prediction.local_card import read_card  # noqa: PLC0415
+    from autobatch.prediction.prior import read_card  # noqa: PLC0415
 
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)

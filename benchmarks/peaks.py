@@ -22,11 +22,12 @@ from torch import nn
 from autobatch.batch.samples import Layout, describe
 from autobatch.prediction.cards import Gpu
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.cudnn.workspaces import Workspaces
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.retrace import check_timeline
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
+from autobatch.prediction.tracing.fake_step import Circumstances
+from autobatch.prediction.tracing.trace import trace_timeline
+from autobatch.prediction.workspaces import Workspaces
 from autobatch.step.workload import Workload
 
 __all__ = ["Cell", "choose", "families", "read_table", "simulate"]

@@ -1,24 +1,226 @@
-"""Simulates what a sequence of allocations reserves in CUDA's caching allocator, and whether it runs in so much memory.
+"""Simulates CUDA's caching allocator: what a sequence of allocations reserves, and whether it runs in a given memory.
 
-Covers several streams, none of which takes what another one has freed, with fixed or expandable segments and torch's
-default settings. Does not cover the other entries of ``PYTORCH_CUDA_ALLOC_CONF``, garbage collection, blocks whose end
-waits for another stream (``record_stream``), private pools of CUDA graphs, nor what lies outside the allocator (the
-context, NCCL). The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp``.
+The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp`` with default settings, for fixed and for expandable
+segments. Each stream has its own pools, and takes nothing that another stream has freed.
+
+A block is one int, ``size << ADDRESS_BITS | address``, both in units of 512 bytes, the smallest block. A sorted list of
+ints then has the allocator's order, by size and by address. Objects for blocks took several times as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 
-from autobatch.errors import InvalidArgument
-from autobatch.prediction.block_pool import ADDRESS_BITS, MIB_UNITS, NO_BLOCK, UNIT, ExpandablePool, FixedPool
-from autobatch.prediction.timeline import most_alive
 from autobatch.records import Record
 
-__all__ = ["AllocatorPeak", "CachingAllocator", "find_least_capacity", "simulate"]
+UNIT = 512
+"""Bytes of the smallest block (``kMinBlockSize``); all sizes are multiples of it."""
+MIB_UNITS = 2**20 // UNIT
+"""2**20 bytes in units."""
 
-_RESOLUTION = 2 * MIB_UNITS * UNIT
-"""The driver hands out no fewer bytes, so no capacity in between makes a difference."""
+ADDRESS_BITS = 48
+ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
+
+NO_BLOCK = -1
+"""No block is large enough."""
+
+_ENDLESS = 1 << (ADDRESS_BITS - 1)
+
+
+class _BlockPool:
+    """Free blocks, found by size, by where they begin and by where they end.
+
+    Neighbours merge, so there is a gap between two segments. A block is split if at least ``least_rest`` units remain.
+    """
+
+    __slots__ = ("_ending", "_least_rest", "blocks", "starting")
+
+    def __init__(self, least_rest: int) -> None:
+        self._least_rest = least_rest
+        self._ending: dict[int, int] = {}
+        self.starting: dict[int, int] = {}
+        self.blocks: list[int] = []
+
+    def take(self, size: int) -> int:
+        """Hand out the smallest block of at least ``size`` units, at the lowest address; or ``NO_BLOCK``."""
+        blocks = self.blocks
+        index = bisect_left(blocks, size << ADDRESS_BITS)
+        return self._cut(blocks.pop(index), size) if index < len(blocks) else NO_BLOCK
+
+    def give(self, block: int) -> None:
+        """Add a freed block or new memory, merged with its free neighbours."""
+        blocks = self.blocks
+        start = block & ADDRESS_MASK
+        end = start + (block >> ADDRESS_BITS)
+        before = self._ending.pop(start, 0)
+        if before:
+            del blocks[bisect_left(blocks, before)]
+            start = before & ADDRESS_MASK
+        after = self.starting.pop(end, 0)
+        if after:
+            del blocks[bisect_left(blocks, after)]
+            end += after >> ADDRESS_BITS
+        if before or after:
+            block = (end - start) << ADDRESS_BITS | start
+        insort(blocks, block)
+        self.starting[start] = self._ending[end] = block
+
+    def _take_block(self, block: int, size: int) -> int:
+        return self._cut(self.blocks.pop(bisect_left(self.blocks, block)), size)
+
+    def _drop(self, block: int) -> None:
+        start = block & ADDRESS_MASK
+        del self.blocks[bisect_left(self.blocks, block)]
+        del self.starting[start]
+        del self._ending[start + (block >> ADDRESS_BITS)]
+
+    def _cut(self, block: int, size: int) -> int:
+        start = block & ADDRESS_MASK
+        found = block >> ADDRESS_BITS
+        del self.starting[start]
+        rest = found - size
+        if rest < self._least_rest:
+            del self._ending[start + found]
+            return block
+        free = rest << ADDRESS_BITS | (start + size)
+        insort(self.blocks, free)
+        self.starting[start + size] = self._ending[start + found] = free
+        return size << ADDRESS_BITS | start
+
+
+class FixedPool(_BlockPool):
+    """Free blocks of segments of ``cudaMalloc``.
+
+    Addresses only rise. A real driver may reuse them; they decide only between free blocks of equal size.
+    """
+
+    __slots__ = ("_next_address", "segments")
+
+    def __init__(self, least_rest: int) -> None:
+        super().__init__(least_rest)
+        self.segments: dict[int, int] = {}
+        self._next_address = 0
+
+    def grow(self, size: int, reserve: Callable[[int], bool]) -> int:
+        """Take a block of a new segment, or ``NO_BLOCK`` if ``reserve`` (the driver) refuses."""
+        # kSmallBuffer for what is up to kSmallSize; below kMinLargeAlloc kLargeBuffer; else in steps of kRoundLarge.
+        if size < 10 * MIB_UNITS:
+            segment = 2 * MIB_UNITS if size <= MIB_UNITS else 20 * MIB_UNITS
+        else:
+            segment = -(-size // (2 * MIB_UNITS)) * 2 * MIB_UNITS
+        if not reserve(segment):
+            return NO_BLOCK
+        start = self._next_address
+        self._next_address += segment + 1  # one unit apart, so that blocks of two segments are no neighbours
+        self.segments[start] = segment
+        self.give(segment << ADDRESS_BITS | start)
+        return self._take_block(segment << ADDRESS_BITS | start, size)
+
+    def release(self) -> int:
+        """Give back all unused segments, and return their units."""
+        free = [block for block in self.blocks if self.segments.get(block & ADDRESS_MASK) == block >> ADDRESS_BITS]
+        for block in free:
+            self._drop(block)
+        return sum(self.segments.pop(block & ADDRESS_MASK) for block in free)
+
+
+class ExpandablePool(_BlockPool):
+    """Free blocks of one range of addresses (``expandable_segments``), and the unmapped gaps between them.
+
+    The range is endless here; torch's is an eighth larger than the device. Memory is mapped in pages of ``page`` units.
+    """
+
+    __slots__ = ("_gap_starts", "gaps", "page")
+
+    def __init__(self, page: int) -> None:
+        super().__init__(least_rest=1)
+        self.page = page
+        self.gaps = {0: _ENDLESS}
+        self._gap_starts = [0]
+
+    def take(self, size: int) -> int:
+        """Hand out the best fitting block; one next to a gap counts as large as it could grow."""
+        blocks = self.blocks
+        index = bisect_left(blocks, size << ADDRESS_BITS)
+        last = len(blocks) - 1
+        if index > last:
+            return NO_BLOCK
+        growable = self._growable(blocks[index])
+        while index < last and (following := self._growable(blocks[index + 1])) < growable:
+            index, growable = index + 1, following
+        return self._cut(blocks.pop(index), size)
+
+    def grow(self, size: int, reserve: Callable[[int], bool]) -> int:
+        """Map the missing pages at the lowest address where free memory and gaps make up ``size`` units.
+
+        If ``reserve`` (the driver) refuses, the pages that were mapped before stay, as free blocks.
+        """
+        start = self._find_start(size)
+        block = self.starting.get(start, 0)
+        while (held := block >> ADDRESS_BITS) < size:
+            gap = start + held
+            mapped = min(self.gaps[gap], -(-(size - held) // self.page) * self.page)
+            if not reserve(mapped):
+                return NO_BLOCK
+            length = self._remove_gap(gap)
+            if length > mapped:
+                self._add_gap(gap + mapped, length - mapped)
+            self.give(mapped << ADDRESS_BITS | gap)
+            block = self.starting[start]
+        return self._take_block(block, size)
+
+    def release(self) -> int:
+        """Unmap all free pages, and return their units."""
+        released = 0
+        for block in [*self.blocks]:
+            start = block & ADDRESS_MASK
+            end = start + (block >> ADDRESS_BITS)
+            first, last = -(-start // self.page) * self.page, end // self.page * self.page
+            if first < last:
+                self._drop(block)
+                for rest_start, rest_end in ((start, first), (last, end)):
+                    if rest_start < rest_end:
+                        self.give((rest_end - rest_start) << ADDRESS_BITS | rest_start)
+                self._unmap(first, last)
+                released += last - first
+        return released
+
+    def _growable(self, block: int) -> int:
+        size = block >> ADDRESS_BITS
+        return size + self.gaps.get((block & ADDRESS_MASK) + size, 0)
+
+    def _find_start(self, size: int) -> int:
+        # The last gap is endless, so an address is always found.
+        for gap in self._gap_starts:
+            before = self._ending.get(gap)
+            start = reached = gap if before is None else before & ADDRESS_MASK
+            while reached < start + size:
+                free = self.starting.get(reached, 0) >> ADDRESS_BITS or self.gaps.get(reached, 0)
+                if not free:
+                    break
+                reached += free
+            else:
+                return start
+        raise AssertionError
+
+    def _unmap(self, start: int, end: int) -> None:
+        if end in self.gaps:
+            end += self._remove_gap(end)
+        index = bisect_left(self._gap_starts, start) - 1
+        before = self._gap_starts[index] if index >= 0 else None
+        if before is not None and before + self.gaps[before] == start:
+            self.gaps[before] += end - start
+        else:
+            self._add_gap(start, end - start)
+
+    def _add_gap(self, start: int, length: int) -> None:
+        insort(self._gap_starts, start)
+        self.gaps[start] = length
+
+    def _remove_gap(self, start: int) -> int:
+        del self._gap_starts[bisect_left(self._gap_starts, start)]
+        return self.gaps.pop(start)
 
 
 _Pools = tuple[FixedPool | ExpandablePool, FixedPool | ExpandablePool]
@@ -26,26 +228,23 @@ _Pools = tuple[FixedPool | ExpandablePool, FixedPool | ExpandablePool]
 
 
 class AllocatorPeak(Record):
-    """The most that a simulation took, up to the end or to where memory ran out."""
+    """The most that a simulation took, up to its end or to the out-of-memory error."""
 
-    allocated: int = 0  # most bytes in blocks at once (memory_stats()["allocated_bytes.all.peak"])
-    reserved: int = 0  # most bytes that the allocator held at once ("reserved_bytes.all.peak")
-    alloc_retries: int = 0  # how often the caches had to go back to the driver ("num_alloc_retries")
-    peak_position: int | None = None  # where in the order `allocated` was first reached
-    oom_position: int | None = None  # where in the order no memory was left; None if it ran
+    allocated: int = 0  # as memory_stats()["allocated_bytes.all.peak"]
+    reserved: int = 0  # as "reserved_bytes.all.peak"
+    alloc_retries: int = 0  # as "num_alloc_retries": the caches went back to the driver
+    peak_position: int | None = None  # the entry at which `allocated` was first reached
+    oom_position: int | None = None  # the entry that found no memory; None if all ran
     allocated_at_end: int = 0  # bytes in blocks after the last entry
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it did not run to the end."""
+        """Whether the simulation ran out of memory."""
         return self.oom_position is not None
 
 
 class CachingAllocator:
-    """A small and a large pool for each stream, what the driver has given for them, and the retry after it refuses.
-
-    ``reserved`` is in units, and ``peak_reserved`` the most of them; the driver gives up to ``capacity`` bytes.
-    """
+    """A small and a large pool for each stream. ``reserved`` is in units; the driver gives up to ``capacity`` bytes."""
 
     def __init__(self, capacity: int | None, *, expandable: bool = False) -> None:
         self._expandable = expandable
@@ -55,7 +254,7 @@ class CachingAllocator:
         self.reserved = self.peak_reserved = self.alloc_retries = 0
 
     def allocate(self, size: int, stream: int = 0) -> int:
-        """A block of at least ``size`` units, or ``NO_BLOCK``: out of memory."""
+        """Allocate at least ``size`` units; ``NO_BLOCK`` if memory ran out."""
         if stream not in self._pools:
             self._pools[stream] = self._make_pools()
         pool = self._pools[stream][size > MIB_UNITS]  # kSmallSize
@@ -67,12 +266,12 @@ class CachingAllocator:
         return block
 
     def free(self, block: int, stream: int = 0) -> None:
-        """Free a block that was handed out to that stream."""
+        """Free a block of that stream."""
         # No block of the large pool is this small, and one of the small pool is never larger than what was asked for.
         self._pools[stream][block >> ADDRESS_BITS > MIB_UNITS].give(block)
 
     def release_cached(self) -> None:
-        """Give back to the driver all that can be given back."""
+        """Give all unused memory back to the driver."""
         self.reserved -= sum(small.release() + large.release() for small, large in self._pools.values())
 
     def _make_pools(self) -> _Pools:
@@ -100,49 +299,16 @@ def simulate(
 ) -> AllocatorPeak:
     """Make the allocations in their order, as ``TracedStep`` has it, and return what they took at most.
 
-    What has no bytes gets no block. The driver gives no more than ``capacity``, where that is not None. Before the
-    entry ``released_at`` the caches go back to the driver, and peaks are those from there on. ``streams`` says for each
-    block on which stream it is allocated; by default all are on one.
-
-    Raises:
-        InvalidArgument: The order frees a block that is not allocated, allocates one that is, or names one without a
-            size; or a size is negative.
+    Args:
+        order: Entry ``k`` allocates block ``k - 1``, entry ``-k`` frees it.
+        sizes: Bytes of each block; one of 0 bytes gets no block.
+        capacity: The driver gives no more bytes than that.
+        expandable_segments: As in ``PYTORCH_CUDA_ALLOC_CONF``.
+        released_at: Before this entry the caches go back to the driver, and peaks count from there on.
+        streams: The stream of each block; by default all are on one.
     """
-    rounded = _round(order, sizes)
-    return _run(order, rounded, streams, capacity, expandable=expandable_segments, released_at=released_at)
-
-
-def find_least_capacity(
-    order: Sequence[int], sizes: Sequence[int], *, expandable_segments: bool = False, streams: Sequence[int] = ()
-) -> int:
-    """Bytes in which a timeline runs, perhaps with retries, and in 2 MiB less it does not; arguments as ``simulate``.
-
-    More memory does not always help: a retry that comes later can leave other holes. Of 47 394 short random orders 40
-    ran in some capacity and not in a larger one (with expandable segments 12 of 37 124). The capacity is found by
-    bisection, so in those few one above it fails, or one below it does.
-    """
-    rounded = _round(order, sizes)
-    fails = (most_alive(order, rounded) * UNIT - 1) // _RESOLUTION
-    runs = _run(order, rounded, streams, None, expandable=expandable_segments).reserved // _RESOLUTION
-    while runs - fails > 1:
-        middle = (fails + runs) // 2
-        if _run(order, rounded, streams, middle * _RESOLUTION, expandable=expandable_segments).out_of_memory:
-            fails = middle
-        else:
-            runs = middle
-    return runs * _RESOLUTION
-
-
-def _run(
-    order: Sequence[int],
-    rounded: Sequence[int],
-    streams: Sequence[int],
-    capacity: int | None,
-    *,
-    expandable: bool,
-    released_at: int = 0,
-) -> AllocatorPeak:
-    allocator = CachingAllocator(capacity, expandable=expandable)
+    rounded = [-(-size // UNIT) for size in sizes]
+    allocator = CachingAllocator(capacity, expandable=expandable_segments)
     allocate, free = allocator.allocate, allocator.free
     held = [0] * len(rounded)
     stream_of = streams or held.copy()
@@ -174,20 +340,3 @@ def _run(
         oom_position=oom_position,
         allocated_at_end=allocated * UNIT,
     )
-
-
-def _round(order: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Sizes in units, of an order that is possible."""
-    if sizes and min(sizes) < 0:
-        raise InvalidArgument(f"block {sizes.index(min(sizes)) + 1} has {min(sizes)} bytes; a size cannot be negative")
-    count = len(sizes)
-    allocated = bytearray(count + 1)
-    for position, entry in enumerate(order):
-        block = abs(entry)
-        if block > count or not block:
-            raise InvalidArgument(f"order[{position}] is {entry}, but there are sizes for blocks 1 to {count}")
-        if allocated[block] == (entry > 0):
-            what = "is allocated again" if entry > 0 else "is freed, but it is not allocated"
-            raise InvalidArgument(f"order[{position}] is {entry}: block {block} {what}")
-        allocated[block] = entry > 0
-    return [-(-size // UNIT) for size in sizes]

@@ -1,22 +1,160 @@
-"""Finds the card that is meant: by its name, or by its memory alone.
+"""Lists the cards that ``predict`` knows (``cards.csv``), and finds the one that a name or a size means.
 
-Covers names as people and drivers write them, and which of several cards of one name is meant. Does not cover what is
-known of a card (``card_table``), nor the card of this machine, which only torch knows.
+``total_bytes`` is ``torch.cuda.get_device_properties(0).total_memory`` on Linux: less than on the box, and less than
+``nvidia-smi`` shows. Drivers differ by up to three percent, so each row has the smallest total that was found.
+docs/cards.md has the sources of all numbers. AMD's cards were never tried.
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
 import re
 from collections import defaultdict
-from typing import Any
+from importlib.resources import files
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from autobatch._arguments import read_bytes
+from autobatch._bounds import LISTED, Bytes, Count, Text
 from autobatch._formatting import format_bytes, show_value
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.card_table import GPUS, Gpu, known_cards, make_gpu
+from autobatch.records import Record
 
-__all__ = ["COMMONEST", "GPUS", "Gpu", "explain_choice", "find_gpu", "known_cards", "make_gpu"]
+_MIB = 2**20
+
+
+class Gpu(Record):
+    """A card, or one that has just a size.
+
+    Attributes:
+        name: Its name here, which ``find_gpu`` takes.
+        aliases: Other names, such as the driver's.
+        total_bytes: All memory that CUDA reports.
+        multiprocessors: Their number, by the maker's data sheet.
+        architecture: ``"sm_90"``, or AMD's name of it; ``"unknown"`` for a card that has just a size.
+        context_bytes: Bytes of a process outside the allocator: the CUDA context with the loaded kernels.
+        context_measured: Whether that was read on a card of this architecture.
+        cublas_workspace_bytes: Bytes that one cuBLAS handle takes inside the allocator, for good.
+        source: The source of the total.
+        measured: Whether CUDA reported the total on such a card; else it is nominal, as the source explains.
+    """
+
+    name: Text
+    aliases: Annotated[tuple[Text, ...], LISTED] = ()
+    total_bytes: Bytes
+    multiprocessors: Count
+    architecture: Text
+    context_bytes: Bytes
+    context_measured: bool
+    cublas_workspace_bytes: Bytes
+    source: Text
+    measured: bool
+
+    @property
+    def resident_threads(self) -> int:
+        """Threads that the card runs at once."""
+        return self.multiprocessors * _THREADS[self.architecture]
+
+
+class _Row(Record):
+    """One line of the table, in text."""
+
+    name: Text
+    mebibytes: Annotated[int, Field(gt=0)]
+    multiprocessors: Annotated[int, Field(gt=0)]
+    architecture: Text
+    context_mebibytes: Annotated[int, Field(gt=0)]
+    context_measured: bool
+    common: bool  # whether predictions list it unasked
+    aliases: Annotated[tuple[Text, ...], BeforeValidator(lambda text: text.split(";")), LISTED] = ()
+    source: Text
+    reading: Text = ""  # what CUDA took on this very card, and the source
+
+
+_LARGE_WORKSPACE = 4096 * 8 * 1024
+_SMALL_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
+# torch's aten/src/ATen/cuda/CublasHandlePool.cpp. Older versions give Blackwell the small one; the large one is safe.
+_WORKSPACES = {
+    **dict.fromkeys(("sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_89"), _SMALL_WORKSPACE),
+    **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_120", "gfx90a", "unknown"), _LARGE_WORKSPACE),
+    **dict.fromkeys(("gfx942", "gfx950"), 128 * _MIB),
+}
+_THREADS = {  # of one multiprocessor at once: the CUDA programming guide's table of compute capabilities
+    **dict.fromkeys(("sm_60", "sm_70", "sm_80", "sm_90", "sm_100", "sm_103", "unknown"), 2048),
+    **dict.fromkeys(("sm_86", "sm_89", "sm_120"), 1536),
+    "sm_75": 1024,
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), 2048),  # 32 wavefronts of 64
+}
+_MULTIPROCESSORS = 132
+"""Of an unknown card: an H100's. More take larger buffers, so this is seldom too low."""
+
+_WORDS = {  # how the table abbreviates its sources
+    "{log}": "the first line of a training log of Ultralytics, which prints total_memory, with",
+    "{properties}": "torch.cuda.get_device_properties in a public repository",
+    "{rocm}": "ROCm is unproven, as nothing else here was tried on it",
+}
+
+
+def read_rows(text: str) -> list[_Row]:
+    """Read a table whose first line names the fields; an empty cell takes the default."""
+    cells = csv.DictReader(text.splitlines())
+    return [_Row.model_validate({key: cell for key, cell in row.items() if cell}) for row in cells]
+
+
+def _make_card(row: _Row) -> Gpu:
+    source = row.source
+    for short, words in _WORDS.items():
+        source = source.replace(short, words)
+    return Gpu(
+        name=row.name,
+        aliases=row.aliases,
+        total_bytes=row.mebibytes * _MIB,
+        multiprocessors=row.multiprocessors,
+        architecture=row.architecture,
+        context_bytes=row.context_mebibytes * _MIB,
+        context_measured=row.context_measured,
+        cublas_workspace_bytes=_WORKSPACES[row.architecture],
+        source=source,
+        measured=not source.startswith("nominal"),
+    )
+
+
+_ROWS = read_rows(files("autobatch.prediction").joinpath("cards.csv").read_text(encoding="utf-8"))
+GPUS = tuple(map(_make_card, _ROWS))
+"""Every card that is known by name."""
+COMMON = frozenset(row.name for row in _ROWS if row.common)
+"""Cards that a prediction lists unasked: what clouds rent and many people own."""
+
+
+def make_gpu(
+    name: str,
+    total_bytes: int,
+    architecture: str = "unknown",
+    multiprocessors: int = _MULTIPROCESSORS,
+    *,
+    source: str,
+    measured: bool = True,
+) -> Gpu:
+    """Make a card that is not in the table; CUDA takes as much of it as of the next larger one of its architecture."""
+    alike = sorted((gpu for gpu in GPUS if gpu.architecture == architecture), key=lambda gpu: gpu.multiprocessors)
+    # Of an unknown architecture: the most that was read on any card.
+    contexts = [gpu for gpu in GPUS if gpu.context_measured]
+    largest = alike[-1] if alike else max(contexts, key=lambda gpu: gpu.context_bytes)
+    nearest = next((gpu for gpu in alike if gpu.multiprocessors >= multiprocessors), largest)
+    return Gpu(
+        name=name,
+        total_bytes=total_bytes,
+        multiprocessors=multiprocessors,
+        architecture=architecture,
+        context_bytes=nearest.context_bytes,
+        context_measured=bool(alike) and nearest.context_measured,
+        cublas_workspace_bytes=_WORKSPACES[architecture],
+        source=source,
+        measured=measured,
+    )
+
 
 COMMONEST = {
     "V100": "V100-16GB",
@@ -33,13 +171,13 @@ COMMONEST = {
     "GH200": "GH200-96GB",
     "RTX 5060 Ti": "RTX 5060 Ti 8GB",
 }
-"""Which is meant by a name under which cards of several sizes are sold: what most clouds and shops have of it."""
+"""The card that a name means under which several sizes are sold: the one that most clouds and shops have."""
 
 _BRANDS = re.compile(r"nvidia|geforce|(?<!titan)(?<!titan.)rtx|gtx|tesla|amd|instinct|[^a-z0-9]")
 _LEAST_BYTES = 2**30
 _MOST_NAMES = 8
 _LEAST_SHARE = 0.87
-"""Of the memory on the box, that a driver reports."""
+"""A driver reports at least this much of the memory on the box."""
 _WITH_MEMORY = re.compile(r"(.+?)[^a-z0-9]+([1-9][0-9]{0,3})[ _-]?g(?:i?b)?$")
 _MEMORY = re.compile(r"[- ]\d+GB")
 _LIKE_SIZE = re.compile(r"\s*[-+]?[\d.,]*\d\s*([kmgtp]i?[a-z]{0,2})?\s*", re.IGNORECASE)
@@ -50,33 +188,42 @@ def _simplify(name: str) -> str:
     return _BRANDS.sub("", name.lower())
 
 
+def _without_socket(card: Gpu) -> str:
+    return _SOCKET.sub("", card.name)
+
+
+def _group_families() -> dict[str, list[Gpu]]:
+    families = defaultdict(list)
+    for card in GPUS:
+        name = _MEMORY.sub("", card.name)
+        for family in {_simplify(name), _simplify(_SOCKET.sub("", name))} if name != card.name else ():
+            families[family].append(card)
+    return dict(families)
+
+
 _BY_NAME = {_simplify(name): gpu for gpu in GPUS for name in (gpu.name, *gpu.aliases)}
+_FAMILIES = _group_families()
+_COMMONEST = {_simplify(family): _BY_NAME[_simplify(name)] for family, name in COMMONEST.items()}
 
 
-def find_gpu(gpu: Any, cuda: str | None = None) -> Gpu:
-    """The card that is meant.
+def find_gpu(gpu: Any) -> Gpu:
+    """Find a card by its name or its memory.
 
-    A name is read in any case, with any separators, with its brand or without: ``"A100-80GB-SXM"``, ``"NVIDIA
-    A100-SXM4-80GB"``, ``"rtx4090"``, ``"4090"``, and with the memory on its box: ``"rtx4090-24gb"``. A name with its
-    memory but without its socket (``"H100-80GB"``) is the one of those cards that reports less; they differ by a few
-    hundredths of a percent. A name under which cards with different memory are sold (``"A100"``) is the commonest of
-    them, and ``explain_choice`` says so.
+    A name may be in any case, with any separators, with its brand, and with the memory on its box: ``"A100-80GB-SXM"``,
+    ``"NVIDIA A100-SXM4-80GB"``, ``"4090"``, ``"rtx4090-24gb"``. A name without its socket (``"H100-80GB"``) means the
+    card that reports less. A name that several sizes share (``"A100"``) means the commonest, and ``explain_choice``
+    names the others.
 
     Args:
-        gpu: A name; or the card's memory, as CUDA reports it, as a text with a unit (``"24GiB"``) or an int of bytes.
-        cuda: The version of CUDA that torch was built with, where what it takes for itself depends on that.
+        gpu: A name; or the card's memory, as a text with a unit (``"24GiB"``) or an int of bytes.
 
     Raises:
-        InvalidArgument: It is no known card's name, or several cards'; or no memory that a card could have.
+        InvalidArgument: No card has this name, or several have; or no card could have this memory.
     """
     simple = _simplify(gpu) if isinstance(gpu, str) else ""
     known = _BY_NAME.get(simple) or _find_family(simple) or (_find_by_memory(gpu) if simple else None)
     if known:
-        return known_cards(cuda)[GPUS.index(known)]
-    return _make_sized(gpu, simple, cuda)
-
-
-def _make_sized(gpu: Any, simple: str, cuda: str | None) -> Gpu:
+        return known
     # A text needs a unit here: "4090" is a card.
     size = None if isinstance(gpu, str) and not gpu.strip()[-1:].isalpha() else read_bytes(gpu)
     if size is None:
@@ -90,11 +237,11 @@ def _make_sized(gpu: Any, simple: str, cuda: str | None) -> Gpu:
             f"gpu={show_value(gpu)} is {format_bytes(size)}, less than CUDA may take for itself; pass all of the "
             f"card's memory, in bytes or as a text such as '24GiB'"
         )
-    return make_gpu(f"{format_bytes(size)} card", size, source="given by the user", measured=False, cuda=cuda)
+    return make_gpu(f"{format_bytes(size)} card", size, source="given by the user", measured=False)
 
 
 def explain_choice(gpu: Any) -> tuple[str, ...]:
-    """One sentence where the name could be cards with different memory: which one is meant, and which ones else."""
+    """One sentence where cards with different memory share the name: the chosen one, and the others."""
     simple = _simplify(gpu) if isinstance(gpu, str) else ""
     cards = [] if simple in _BY_NAME else _FAMILIES.get(simple, [])
     names = [*dict.fromkeys(_without_socket(card) for card in cards)]
@@ -106,33 +253,14 @@ def explain_choice(gpu: Any) -> tuple[str, ...]:
 
 
 def _find_family(simple: str) -> Gpu | None:
-    """The commonest of the cards that the name without its memory could be; ``None`` where it could be none."""
     return _COMMONEST.get(simple) or min(_FAMILIES.get(simple, []), key=lambda card: card.total_bytes, default=None)
 
 
 def _find_by_memory(gpu: str) -> Gpu | None:
-    """The card of this name, where the memory that is said after it is on its box; ``None`` where it is not."""
-    said = _WITH_MEMORY.match(gpu.strip().lower())
-    found = _BY_NAME.get(_simplify(said[1])) if said else None
-    return found if said and found and _LEAST_SHARE < found.total_bytes / (int(said[2]) * 2**30) < 1 else None
-
-
-def _without_socket(card: Gpu) -> str:
-    return _SOCKET.sub("", card.name)
-
-
-def _group() -> dict[str, list[Gpu]]:
-    """Cards by their names without the memory, with the socket and without."""
-    families = defaultdict(list)
-    for card in GPUS:
-        name = _MEMORY.sub("", card.name)
-        for family in {_simplify(name), _simplify(_SOCKET.sub("", name))} if name != card.name else ():
-            families[family].append(card)
-    return dict(families)
-
-
-_FAMILIES = _group()
-_COMMONEST = {_simplify(family): _BY_NAME[_simplify(name)] for family, name in COMMONEST.items()}
+    """The card of this name, if the memory that follows the name is on its box."""
+    parts = _WITH_MEMORY.match(gpu.strip().lower())
+    found = _BY_NAME.get(_simplify(parts[1])) if parts else None
+    return found if parts and found and _LEAST_SHARE < found.total_bytes / (int(parts[2]) * 2**30) < 1 else None
 
 
 def _suggest(gpu: str, simple: str) -> str:

@@ -1,10 +1,16 @@
-"""Runs a function in a child of this process, so that nothing it does can harm the parent.
+"""Runs a function in a fork of this process, so that nothing it does can harm the parent.
 
-Covers tracing, which registers a device with torch for the life of a process and goes through C++ that aborts where an
-error finds it unprepared. The child is a fork (``forking``): it sees the user's model without a copy, and only its
-result comes back. What it prints is dropped, but for the last line before a crash. Where a process cannot fork
-(Windows) or must not (macOS, whose system libraries forbid it), the function runs here.
+A trace registers a device with torch for good, and goes through C++ that may abort. The fork sees the user's model
+without a copy, and only its result comes back. On Windows and macOS, which cannot or must not fork, it runs here.
+
+torch refuses backward passes in the child of a process that has run one on a card (``torch/csrc/autograd/engine.cpp``,
+``forked_autograd_child``): a handler that the C library runs at a fork says that autograd's threads are gone. A trace
+needs none of them, as it runs in the calling thread. So on builds for cards the child is made without the handlers of C
+libraries; Python's own run. The child stays off the card too: its engine believes that it has its threads, and starts
+none. It may hang if another thread held a lock at that moment, so whoever waits for it needs a clock.
 """
+
+# ruff: noqa: SLF001 - torch has no public name for what a child may not do
 
 from __future__ import annotations
 
@@ -12,6 +18,7 @@ import ctypes
 import gc
 import os
 import pickle
+import platform
 import select
 import signal
 import sys
@@ -21,18 +28,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache, partial
+from itertools import tee
+from operator import methodcaller
 from typing import IO, Any, TypeVar
 
 import torch
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.forking import fork
+from autobatch.memory.device import end_failed_backward
 from autobatch.undo.process_lock import one_at_a_time
 
-__all__ = ["MOST_SECONDS", "begin_apart", "run_apart"]
-
 MOST_SECONDS = 300.0
-"""A trace takes seconds; what takes longer hangs."""
+"""A trace takes seconds."""
 
 _FILTERS = threading.Lock()
 _FORKS = sys.platform.startswith("linux")
@@ -41,19 +49,15 @@ _WELL = "exit status 0"
 _STDOUT, _STDERR = 1, 2
 _LONGEST = 200
 _PARENTS_STREAMS: list[Any] = []
-"""Kept by a child: those that a user made of descriptors 1 and 2 close these as they are let go of."""
+"""A child keeps them: a stream that a user made of descriptor 1 or 2 closes it when it is freed."""
 _Result = TypeVar("_Result")
 
 
 def run_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECONDS) -> _Result:
-    """The function's result, from a child process where there can be one; results and errors are pickled.
-
-    Args:
-        function: Takes nothing; it and all it holds are seen by the child as they are now.
-        most_seconds: After these the child is killed.
+    """Run the function in a child process, which sees all it holds; its result or error is pickled.
 
     Raises:
-        InvalidArgument: The child was killed, by itself or by the clock. What the function raises comes out as it is.
+        InvalidArgument: The child crashed, or took more than ``most_seconds``.
     """
     with begin_apart(function, most_seconds) as answer:
         return answer()
@@ -61,12 +65,12 @@ def run_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECOND
 
 @contextmanager
 def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECONDS) -> Iterator[Callable[[], _Result]]:
-    """The same while the block goes on: what is yielded waits for the result, once. At the block's end the child ends.
+    """Run the function while the block runs; the yielded function waits for the result, once.
 
-    Where there can be no child, the function runs when it is asked for.
+    The child ends with the block. Without a fork the function runs when its result is asked for.
     """
     if not _FORKS:
-        with one_at_a_time():  # a trace changes torch's functions, which are those of all threads
+        with one_at_a_time():  # a trace changes torch's functions for all threads
             yield function
         return
     with tempfile.TemporaryFile() as answered, tempfile.TemporaryFile() as printed:
@@ -88,13 +92,13 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
 
 
 def _start(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes]) -> tuple[int, int]:
-    """The child, and the end of a pipe that can be read when it has answered or died."""
+    """Start the child; the end of a pipe becomes readable when it has answered or died."""
     pipe: tuple[int, ...] = ()
     try:
         pipe = os.pipe()
-        # The filters are one list for all threads: two that change it and put it back in turn would leave it changed.
+        # All threads share one list of filters: two that change and restore it in turn would leave it changed.
         with _FILTERS, warnings.catch_warnings():
-            # Python 3.12 warns of forks beside threads. The child uses one thread and none of their locks.
+            # Python 3.12 warns of forks beside threads; the child uses none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = fork()
     except OSError as error:
@@ -109,22 +113,22 @@ def _start(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes])
 
 
 def _answer(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes], ended: int) -> None:
-    """In the child: note what comes of the function, and end without the parent's clean-up."""
+    """In the child: run the function, and end without the parent's clean-up."""
     status = 1
-    gc.freeze()  # what the parent has let go of may wait, as it is freed, for threads that are not here
+    gc.freeze()  # the parent's garbage may wait, as it is freed, for threads that are not here
     try:
-        # A child that is killed for its time takes its own children with it (prctl(2), PR_SET_PDEATHSIG).
+        # A killed child takes its children with it (prctl(2), PR_SET_PDEATHSIG).
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL))
-        # Not the numbers of the standard streams, which files get where a process was started with those closed.
+        # Files have the numbers of standard streams if the process was started with those closed.
         answers, prints, ended = (_above_standard(number) for number in (answered.fileno(), printed.fileno(), ended))
         for stream in (_STDOUT, _STDERR):  # as C++ knows them; Python's are others in notebooks
             os.dup2(prints, stream)
         _PARENTS_STREAMS.extend((sys.stdout, sys.stderr))
         sys.stdout = sys.stderr = os.fdopen(prints, "w", buffering=1, errors="replace")
-        torch.set_num_threads(1)  # the pool's threads are the parent's: whoever waits for them here waits forever
+        torch.set_num_threads(1)  # the pool's threads are the parent's, and never answer here
         with os.fdopen(answers, "wb") as file:
             file.write(_pack(function))
-        os.write(ended, b".")  # others may hold the pipe open, such as processes that were forked beside this one
+        os.write(ended, b".")  # processes that were forked beside this one may hold the pipe open
         status = 0
     finally:
         os._exit(status)
@@ -158,7 +162,7 @@ def _await_end(ended: int, deadline: float) -> None:
 
 
 def _wait(child: int) -> str:
-    """How it ended; ``_WELL`` also where that cannot be known, since ``SIGCHLD`` is ignored."""
+    """How the child ended; ``_WELL`` also if that is unknown, since ``SIGCHLD`` is ignored."""
     try:
         _, status = os.waitpid(child, 0)
     except ChildProcessError:
@@ -168,7 +172,7 @@ def _wait(child: int) -> str:
 
 
 def _stop(child: int) -> None:
-    # Where SIGCHLD is ignored, the kernel has waited for a child that is gone, and its number may be another's by now.
+    # With SIGCHLD ignored the kernel has waited for a dead child, and its number may belong to another process.
     with suppress(ChildProcessError, ProcessLookupError):
         if os.waitpid(child, os.WNOHANG) == (0, 0):
             os.kill(child, signal.SIGKILL)
@@ -191,3 +195,66 @@ def _unpack(answered: IO[bytes], end: str, printed: IO[bytes]) -> Any:
     if has_failed:
         raise result
     return result
+
+
+_CLONE = {"x86_64": 56, "aarch64": 220}
+"""The system call's number (``asm/unistd.h``), for C libraries older than ``_Fork`` (glibc 2.34)."""
+
+
+def fork() -> int:
+    """Fork as ``os.fork`` does."""
+    if not has_cards_threads():
+        return os.fork()
+    if torch.cuda.is_initialized():
+        end_failed_backward()  # starts the threads here; else the child would start its own
+    child = fork_without_handlers()
+    if child == 0:
+        _keep_off_the_card()
+    return child
+
+
+def has_cards_threads() -> bool:
+    """Whether autograd may have threads for cards in this process or in a child."""
+    is_built = torch.version.cuda is not None or torch.version.hip is not None
+    return is_built and _find_fork() is not None
+
+
+def fork_without_handlers() -> int:
+    """Fork with Python's handlers and without those of C libraries."""
+    make_child = _find_fork()
+    assert make_child is not None  # noqa: S101 - has_cards_threads() asked before
+    python = ctypes.pythonapi
+    before, in_parent, in_child = python.PyOS_BeforeFork, python.PyOS_AfterFork_Parent, python.PyOS_AfterFork_Child
+    for function in (before, in_parent, in_child):
+        function.restype, function.argtypes = None, ()
+    made, children = tee(iter(make_child, None))
+    after = map(methodcaller("__call__"), map((in_child, in_parent).__getitem__, map(bool, made)))
+    # One call of C does it all. Between two lines of Python the child could hand the interpreter's lock to a thread
+    # that it does not have, and wait forever: 1 of 200 forks beside two busy threads.
+    next(zip(iter(before, ...), after, strict=True))
+    child = next(children)
+    if child < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return child
+
+
+@cache
+def _find_fork() -> Callable[[], int] | None:
+    # PyDLL: the lock of the interpreter stays with this thread, as the functions around it expect.
+    library = ctypes.PyDLL(None, use_errno=True)
+    if hasattr(library, "_Fork"):
+        function: Callable[[], int] = library._Fork
+        return function
+    number = _CLONE.get(platform.machine())
+    return None if number is None else _make_clone(library, number)
+
+
+def _make_clone(library: ctypes.PyDLL, number: int) -> Callable[[], int]:
+    library.syscall.restype = ctypes.c_long
+    return partial(library.syscall, *[ctypes.c_long(value) for value in (number, int(signal.SIGCHLD), 0, 0, 0, 0)])
+
+
+def _keep_off_the_card() -> None:
+    # torch then refuses CUDA as in the child of a plain fork.
+    torch.cuda._is_in_bad_fork = lambda: True

@@ -1,8 +1,4 @@
-"""Reads on how many ranks a predicted step will run, and how these share the model.
-
-Covers the arguments, the module inside ``DistributedDataParallel``, and which modules are worth a unit of their own, to
-shard or to checkpoint. Does not cover what a rank allocates (``tracing.replicated``, ``tracing.sharded``).
-"""
+"""Reads how many ranks a predicted step runs on, and how they share the model."""
 
 from __future__ import annotations
 
@@ -21,8 +17,6 @@ from autobatch.distributed.data_parallel import module_of
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.record import Strategy
 
-__all__ = ["STRATEGIES", "Parallelism", "find_units", "read_parallelism"]
-
 STRATEGIES = ("ddp", "fsdp2")
 _DEFAULT: Strategy = "ddp"
 
@@ -37,15 +31,10 @@ class Parallelism(NamedTuple):
 def read_parallelism(
     model: nn.Module, world_size: Any | None, data_parallel: Any | None
 ) -> tuple[nn.Module, Parallelism | None]:
-    """The model that one rank runs, and how many ranks share it; ``None``: one process has all.
-
-    Args:
-        model: As the user gave it; ``DistributedDataParallel`` is taken off, and says how many ranks there are.
-        world_size: Ranks; default: those of the wrapper, else one.
-        data_parallel: ``"ddp"`` or ``"fsdp2"``; default: ``"ddp"`` where there are several ranks.
+    """Read the arguments of ``predict``: the model that one rank runs, and how ranks share it (``None``: one process).
 
     Raises:
-        InvalidArgument: They cannot mean anything, or the model is sharded already.
+        InvalidArgument: An argument is wrong, or the model is sharded already.
     """
     inner = module_of(model)
     if data_parallel is not None:
@@ -82,15 +71,15 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
-    """The modules that one would call ``fully_shard`` with, one by one, before the model itself.
+    """Find the modules that one would call ``fully_shard`` with, before the model.
 
-    Those are the children of a container (``ModuleList``, ``ModuleDict``, ``Sequential``) that are of one class and
-    have modules of their own: single layers are no units. Nothing inside a unit is another one.
+    They are children of a container (``ModuleList``, ``ModuleDict``, ``Sequential``) that are of one class and have
+    modules themselves: a single layer is not a unit. Units do not nest.
     """
-    return [*_find(model)]
+    return [*_find_units(model)]
 
 
-def _find(module: nn.Module) -> Iterator[nn.Module]:
+def _find_units(module: nn.Module) -> Iterator[nn.Module]:
     children = [*module.children()]
     blocks = [child for child in children if [*child.children()]] if isinstance(module, _CONTAINERS) else []
     kinds = [type(block) for block in blocks]
@@ -99,4 +88,4 @@ def _find(module: nn.Module) -> Iterator[nn.Module]:
     chosen = set(map(id, units))
     for child in children:
         if id(child) not in chosen:
-            yield from _find(child)
+            yield from _find_units(child)

@@ -1,8 +1,4 @@
-"""Predicts what a training step would need on a card, without one.
-
-Covers the way from arguments to a prediction: trace, estimate, choice of a size, all cards. Does not cover how a step
-is traced (``tracing``), what the allocator makes of it (``estimate``), nor what else could be done (``what_if``).
-"""
+"""Predicts what a training step would need on a card, without one: trace, estimate, choice of a size, all cards."""
 
 from __future__ import annotations
 
@@ -34,13 +30,14 @@ from autobatch.planning.shares import share_target
 from autobatch.prediction.cards import Gpu, explain_choice, find_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.local_card import read_card
 from autobatch.prediction.parallelism import Parallelism, find_units, read_parallelism
 from autobatch.prediction.prediction import Prediction
+from autobatch.prediction.prior import read_card
 from autobatch.prediction.record import Part, Strategy
 from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing, trace_savings
 from autobatch.prediction.sizing import Sizing, find_limit
-from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
+from autobatch.prediction.tracing.fake_step import Circumstances
+from autobatch.prediction.tracing.trace import explain_loss, trace_timeline
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
 from autobatch.step.default_step import default_step
@@ -52,17 +49,15 @@ from autobatch.step.model_info import (
 )
 from autobatch.step.workload import Step, Weigh, Workload, check_model, warn_of_no_optimizer
 
-__all__ = ["MARGIN", "MARGIN_REASON", "predict"]
-
 MARGIN = 0.10
-"""Of the predicted peak of the whole process, left free on top of it."""
+"""Left free on top of the predicted peak of the process, as a fraction of it."""
 
 MARGIN_REASON = "at which 2.8 % of 363 published peaks were above the prediction, of models that nothing was fitted to"
-"""Why it is as much as it is: ``make accuracy``, in benchmarks/RESULTS.md."""
+"""``make accuracy``, in benchmarks/RESULTS.md."""
 
 _MODULES = 10
 _INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-"""Of a module in a container, in its path."""
+"""The index of a module in a container, in its path."""
 _HELD = "held by the allocator beside them"
 _NOT_TRACED = "the step was not traced at the predicted size, which follows from other sizes"
 _NEVER_RAN = "predicted: this size has never run; fit() on the card would try it"
@@ -86,41 +81,38 @@ def predict(
     all_cards: bool = False,
     progress: bool = True,
 ) -> Prediction:
-    """What one training step would need on a card, and what fits there; nothing is run and no card is needed.
+    """Predict what one training step would need on a card, and what fits there; no card is needed.
 
-    The user's own step runs a few times on tensors that have no memory, as CUDA would run it; what it allocates and
-    frees is replayed at any size in a simulation of CUDA's caching allocator, and traced once more at the size that
-    fits. Model, optimizer and generators are not touched.
+    Your own step runs a few times on tensors without memory, with CUDA's kernels. The recorded allocations are replayed
+    at any size in a simulation of CUDA's caching allocator, and the step is traced once more at the size that fits.
+    Model, optimizer and generators are not touched.
 
     Args:
         model: The model, on any device, ``meta`` included.
         batch: An example batch, as for ``fit``; only shapes and dtypes count.
         step: ``step(model, micro_batch)``, as for ``fit``.
-        optimizer: Its state and its step's own memory are part of the prediction.
+        optimizer: Its state and the memory of its step are part of the prediction.
         weigh: As for ``fit``; it is not called.
-        target_batch: Samples one optimizer step should see, over all ranks.
-        world_size: Ranks that share the target; default: those of a ``DistributedDataParallel``, else one. What is
-            predicted is of the rank with the largest share.
-        data_parallel: How the ranks share the model. ``"ddp"`` (the default of several): each has all of it, and a
-            bucket or two of gradients. ``"fsdp2"``: each has its shard of parameters, gradients and optimizer state, as
-            if ``fully_shard`` had been called with each of the model's repeated blocks, and then with the model.
-        gpu: A card's name (``"H100-80GB"``; of ``"H100"`` it is the commonest, and ``warnings`` says which), all of its
-            memory (``"24GiB"``), or ``None`` for the one of this machine.
-        margin: The fraction of the predicted peak that is left free on top of it; of all that the process takes.
+        target_batch: Samples of an optimizer step over all ranks.
+        world_size: Ranks that share the target; default: those of a ``DistributedDataParallel``, else one. The
+            prediction is about the rank with the largest share.
+        data_parallel: ``"ddp"`` (the default with several ranks): each rank has the whole model and buckets of
+            gradients. ``"fsdp2"``: each has its shard of parameters, gradients and optimizer state, as if
+            ``fully_shard`` had been called with each of the model's repeated blocks, and then with the model.
+        gpu: A card's name (``"H100-80GB"``; ``"H100"`` means the commonest, and ``warnings`` names it), all of its
+            memory (``"24GiB"``), or ``None`` for the card of this machine.
+        margin: The fraction of the predicted peak of the process that is left free on top of it.
         expandable_segments: Whether ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` will be set.
-        scaler: Whether the loss will be scaled by a ``GradScaler``.
+        scaler: Whether a ``GradScaler`` will scale the loss.
         what_if: Whether to trace other ways to do the same step too, which takes some times as long.
-        all_cards: Whether ``cards`` has every card that is known, not just the common ones.
-        progress: One line a trace on stderr, when that is a terminal.
-
-    Returns:
-        The prediction.
+        all_cards: Whether ``cards`` lists all known cards, not just the common ones.
+        progress: Show one line a trace on stderr, if that is a terminal.
 
     Raises:
-        InvalidArgument: An argument cannot be used, or the batch cannot be counted; the step needs values of tensors or
-            operators that cannot run without memory, calls ``backward()`` itself, or trains what is in neither the
-            model nor the optimizer.
-        NeedsBatch: No batch was given and the model does not say what it takes.
+        InvalidArgument: An argument cannot be used, or the batch cannot be counted. Or the step needs values of tensors
+            or operators that cannot run without memory, calls ``backward()``, or trains a tensor that neither the model
+            nor the optimizer has.
+        NeedsBatch: No batch was given and the input cannot be inferred from the model.
     """
     started = time.perf_counter()
     target_batch = check_target(target_batch)
@@ -135,10 +127,10 @@ def predict(
     }
     for name, switch in switches.items():
         check_switch(name, switch)
-    check_model(model)  # what reads the ranks asks it for its parameters
+    check_model(model)
     model, parallelism = read_parallelism(model, world_size, data_parallel)
     shares = share_target(target_batch, "equal", [1.0] * (parallelism.world_size if parallelism else 1))
-    card = _find_local() if gpu is None else find_gpu(gpu, torch.version.cuda)
+    card = _find_local() if gpu is None else find_gpu(gpu)
     workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, shares[0], has_own_step=step is not None)
     circumstances = Circumstances(scaler=scaler, parallelism=parallelism)
@@ -179,23 +171,23 @@ def _find_sizing(
     all_cards: bool,
     hooks: Sequence[Hook],
 ) -> tuple[Sizing, Proof]:
-    """Trace the step, estimate it, and trace it once more at the size that fits; ``share``: samples of the rank."""
+    """Trace the step, estimate it, and trace it once more at the size that fits; the rank has ``share`` samples."""
 
     def prove(sizing: Sizing) -> tuple[Sizing, Proof]:
-        """While it is traced, the tables are made for the first time: half a second that this process has."""
+        # While another process traces, this one makes the tables for the first time: half a second.
         return prove_sizing(
             sizing, workload, layout, circumstances, lambda now: (now.points(), now.cards(every=all_cards)), hooks=hooks
         )
 
     model = workload.model
     emit(StageBegan(stage="tracing the step"), hooks)
-    # As ``fit``, one sample is tried where it is doubtful: beside the trace, which takes most of the time.
+    # A doubtful single sample is tried, as by ``fit``: beside the trace, which takes most of the time.
     is_doubtful = share > 1 and (may_refuse_one_sample(model) or not model.training)  # traced in train mode
     with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:
         timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
         smallest = ask_smallest() if ask_smallest else None
     estimate = Estimate(timeline, expandable_segments=expandable_segments, target=share).on_card(card)
-    sizing, proof = prove(Sizing(estimate, card, share, margin, smallest or 1, torch.version.cuda))
+    sizing, proof = prove(Sizing(estimate, card, share, margin, smallest or 1))
     # A division that ends in one sample needs a model that can run it.
     ends_in_one = sizing.largest > 0 and min(balance(share, sizing.largest)) == 1 < share
     if smallest is None and ends_in_one and run_apart(lambda: find_smallest(workload, layout)) > 1:
@@ -243,7 +235,6 @@ def _predict(
 
 
 def _share(prediction: Prediction, parallelism: Parallelism, shares: tuple[int, ...], model: nn.Module) -> Prediction:
-    """The same as the first rank's part of a target that several ranks share."""
     names = {id(module): name for name, module in model.named_modules()}
     units = find_units(model) if parallelism.strategy == "fsdp2" else []
     ranks = {"target_batch": sum(shares), "world_size": parallelism.world_size, "shares": shares}
@@ -256,7 +247,7 @@ def _share(prediction: Prediction, parallelism: Parallelism, shares: tuple[int, 
 
 
 def _group_alike(by_module: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """The largest groups of modules that have the same place in blocks and as many bytes, then all others as one."""
+    """The largest groups of modules with the same place in blocks and as many bytes, then all others as one."""
     groups: dict[tuple[str, int], list[str]] = {}
     for name, count in by_module.items():
         groups.setdefault((_INDEX.sub("*", name), count), []).append(name)
@@ -280,7 +271,6 @@ def _as_parts(named: Iterable[tuple[str, int]]) -> tuple[Part, ...]:
 
 
 def _warn_of_split(workload: Workload, sizing: Sizing) -> tuple[str, ...]:
-    """One sentence where the plan divides the target and that is known not to be exact."""
     norms = batch_norms_in_train_mode(workload.model) if 0 < sizing.largest < sizing.target else []
     return (warn_of_batch_norms(norms, max(balance(sizing.target, sizing.largest)), sizing.target),) if norms else ()
 
@@ -314,7 +304,7 @@ def _make_plan(
         batch_dims=dims_of(layout),
         version=__version__,
         identity=identify_model(workload.model, workload.optimizer),
-        # Only where the batch is divided does anybody read what would shrink a sample.
+        # Only a plan that divides the batch shows what would shrink a sample.
         savings=run_apart(lambda: trace_savings(workload, layout)) if len(sizes) > 1 else (),
     )
 

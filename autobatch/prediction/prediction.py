@@ -1,7 +1,4 @@
-"""Defines ``Prediction``: what ``predict`` returns, and what a user does with it: print, explain, show in a notebook.
-
-Does not cover the data itself (``record``) nor its texts (``text``). Nothing here imports torch.
-"""
+"""Defines ``Prediction``: what ``predict`` returns, and what you do with it: print, explain, show in a notebook."""
 
 from __future__ import annotations
 
@@ -15,11 +12,9 @@ from autobatch.report.pictures import plot
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Prediction"]
-
 
 class Prediction(PredictionRecord):
-    """What one training step would need on a card that need not be there; frozen, and equal by content.
+    """What one training step would need on a card; frozen, and equal by content.
 
     Example:
         >>> prediction = autobatch.predict(model, batch=batch, step=step, gpu="L4")  # doctest: +SKIP
@@ -37,25 +32,25 @@ class Prediction(PredictionRecord):
 
     @property
     def micro_batch_size(self) -> int:
-        """That of ``plan``; 0 where not even one sample fits."""
+        """As in ``plan``; 0 if not even one sample fits."""
         return self.plan.micro_batch_size if self.plan else 0
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Those of ``plan``; empty where not even one sample fits."""
+        """As in ``plan``; empty if not even one sample fits."""
         return self.plan.micro_batch_sizes if self.plan else ()
 
     @property
     def accumulation_steps(self) -> int:
-        """Those of ``plan``; 0 where not even one sample fits."""
+        """As in ``plan``; 0 if not even one sample fits."""
         return self.plan.accumulation_steps if self.plan else 0
 
     def explain(self) -> str:
-        """The whole story as text: what fits, where the memory goes, what would help, all cards."""
+        """Explain the prediction: what fits, where the memory goes, what would help, all cards."""
         return text.explain_prediction(self)
 
     def explain_cards(self) -> str:
-        """The same step on the cards of ``cards``, as a table."""
+        """Show ``cards`` as a table."""
         return text.explain_cards(self)
 
     def plot(self, kind: str = "peak", ax: Axes | None = None) -> Axes:
@@ -71,5 +66,5 @@ class Prediction(PredictionRecord):
         return plot(charts(self), kind, ax)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows for a prediction: the same with pictures and in tables."""
+        """Show the prediction in a notebook, with pictures and tables."""
         return text.render_prediction(self)

@@ -1,6 +1,6 @@
 """Predicts the largest size that fits a limit of this process, for ``fit`` before its first trial.
 
-Does not cover trials, which have the last word: where nothing can be predicted, or not soon, they begin at two samples.
+Trials have the last word: if nothing can be predicted, or not soon, they begin at two samples.
 """
 
 from __future__ import annotations
@@ -13,77 +13,88 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
 from autobatch.batch.samples import Layout
 from autobatch.memory.cuda import uses_expandable_segments
-from autobatch.planning.evidence import Forecast
-from autobatch.prediction.cards import Gpu, make_gpu
+from autobatch.planning.evidence import FIRST_SIZE, Forecast
+from autobatch.prediction.allocator import simulate
+from autobatch.prediction.cards import GPUS, Gpu, make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.local_card import read_card
 from autobatch.prediction.retrace import check_timeline, prove
-from autobatch.prediction.step_parts import has_parts
-from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.trace import SIZES, Circumstances, trace_timeline
-from autobatch.prediction.trial_replay import TrialReplay
+from autobatch.prediction.timeline import StepParts, Timeline, find_parts, without_second_micro_batch
+from autobatch.prediction.tracing.fake_step import Circumstances
+from autobatch.prediction.tracing.trace import SIZES, trace_timeline
 from autobatch.step.workload import Workload
 
-__all__ = ["Expectation", "FirstStep", "expect_largest"]
-
 _MOST_SECONDS = 15.0
-"""A trace that takes longer costs more than the trials that it spares."""
+"""A longer trace costs more than the trials that it spares."""
 _FEW_SIZES = 4
 _NEAR = 8
-"""Sizes below the largest that fits, and half as many above it, whose trials are replayed: 20 ms each."""
+"""Trials of so many sizes below the largest that fits are replayed, and of half as many above it: 20 ms each."""
 _AGREES = 16
-"""Of ten models the first forward pass left within 1/40 of what was predicted (tests/card, torch 2.13)."""
+"""The first forward pass of ten models left within 1/40 of the predicted bytes (tests/card, torch 2.13)."""
 _MOST_LOSS = 10
-"""A tenth of the samples is the most that is given up so that a new process stays within the limit, too."""
+"""At most a tenth of the samples is given up so that a new process stays within the limit too."""
 _HEADROOM = 20
 """1/20 of a budget is left free by default."""
 _log = logging.getLogger("autobatch")
 
 
 class FirstStep(NamedTuple):
-    """What the first step of two samples has shown."""
+    """Measurements of the first step of two samples."""
 
     allocated_before: int = 0  # bytes in tensors of this process, the model's among them
-    forward_bytes: int | None = None  # what its forward pass left; None where it was not run, or memory ended
+    forward_bytes: int | None = None  # what its forward pass left; None if it did not run or ran out of memory
 
 
 _NOTHING_RAN = FirstStep()
 
 
 class Expectation(NamedTuple):
-    """The largest size that fits, 0 where that cannot be predicted, and what trials near it will hold."""
+    """The largest size that fits (0 if unknown), and what trials near it will hold."""
 
     largest: int = 0
     knows_no_larger: bool = False  # whether larger ones may fit as well
     forecast: Forecast = Forecast()
 
 
+def read_card(index: int | None = None) -> Gpu:
+    """Read the card with this index, or the current one; ``"unknown"`` is an architecture that the table lacks."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    architecture = f"sm_{properties.major}{properties.minor}"
+    return make_gpu(
+        properties.name,
+        properties.total_memory,
+        architecture if architecture in {gpu.architecture for gpu in GPUS} else "unknown",
+        properties.multi_processor_count,
+        source="read from the card of this machine",
+    )
+
+
 def expect_largest(
     workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int], first: FirstStep = _NOTHING_RAN
 ) -> Expectation:
-    """The largest of these ascending sizes that this process's allocator would hold within the limit.
+    """Predict which of these ascending sizes is the largest that the allocator holds within the limit.
 
     Args:
-        workload: What is run.
+        workload: The step.
         layout: The samples of the trials.
-        limit_bytes: What the allocator may hold.
-        sizes: The sizes that are asked about.
-        first: What has been measured.
+        limit_bytes: The most that the allocator may hold.
+        sizes: The sizes to choose from.
+        first: Earlier measurements.
     """
     if len(sizes) <= _FEW_SIZES:
         return Expectation()
     try:
         return _expect(workload, layout, limit_bytes, sizes, first)
-    except Exception as error:  # noqa: BLE001 - trials need no expectation, so nothing about it may stop them
+    except Exception as error:  # noqa: BLE001 - trials need no expectation, so its errors must not stop them
         _log.debug("nothing is expected of the first trial: %s", error)
         return Expectation()
 
 
 def _find_card(workload: Workload) -> Gpu:
-    """The card of the model; where there is none, one of which nothing is known, whose workspaces are large."""
     homes = {parameter.device for parameter in workload.parameters() if parameter.device.type == "cuda"}
     return read_card(homes.pop().index) if homes else make_gpu("any", 0, source="")
 
@@ -110,9 +121,72 @@ def _expect(
     return Expectation(largest, largest == known[-1] < sizes[-1], forecast)
 
 
+class ForwardBytes(NamedTuple):
+    """Bytes that a forward pass leaves: input, output, tensors for backward, and a workspace of cuBLAS."""
+
+    left: int
+    in_tensors: int  # without the workspace
+
+
+@dataclass(frozen=True)
+class TrialReplay:
+    """Replays a trial in the simulated allocator: a first step of two samples, caches released, then a step.
+
+    A process that begins with the step divides its segments differently: on a card of 2 GiB it reserves up to 6 % less
+    or 2.5 % more than the trial. A replay is at most 1.7 % below and 3 % above (ten models, torch 2.13, tests/card).
+    """
+
+    estimate: Estimate  # not interpolated
+    parts: StepParts  # of its steps of two samples, as ``with_workspaces`` orders them
+
+    @staticmethod
+    def of(estimate: Estimate) -> TrialReplay | None:
+        """Replay trials of this step, if its parts can be found."""
+        if estimate.timeline.interpolated:
+            return None
+        order, _ = estimate.with_workspaces(estimate.timeline.at(FIRST_SIZE))
+        parts = find_parts(order, estimate.timeline.blocks)
+        return None if parts is None else TrialReplay(estimate, parts)
+
+    def reserved(self, n: int) -> int:
+        """Most bytes that the allocator takes during a trial of ``n`` samples."""
+        order, first_sizes = self._first_step
+        # The first step has one micro-batch, the second has two.
+        trial = without_second_micro_batch(order, self.estimate.timeline.blocks, self.parts, steps=1)
+        second = trial.index(order[self.parts.forwards[2]])
+        _, sizes = self.estimate.with_workspaces(self.estimate.timeline.at(n))
+        for entry in trial[:second]:
+            if entry > 0:
+                sizes[entry - 1] = first_sizes[entry - 1]
+        expandable = self.estimate.expandable_segments
+        return simulate(trial, sizes, expandable_segments=expandable, released_at=second).reserved
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes in blocks before the first step."""
+        return self._bytes_before(self.parts.forwards[0])
+
+    @cached_property
+    def forward(self) -> ForwardBytes:
+        """Bytes that the first forward pass leaves."""
+        blocks, (order, _) = self.estimate.timeline.blocks, self._first_step
+        begun = [entry for entry in order[: self.parts.first_backward] if 0 < entry <= len(blocks)]
+        handles = sum(blocks[entry - 1].kind == "cuBLAS workspace" for entry in begun)
+        left = self._bytes_before(self.parts.first_backward) - self.resident_bytes
+        return ForwardBytes(left, left - handles * self.estimate.workspace_bytes)
+
+    @cached_property
+    def _first_step(self) -> tuple[list[int], list[int]]:
+        return self.estimate.with_workspaces(self.estimate.timeline.at(FIRST_SIZE))
+
+    def _bytes_before(self, position: int) -> int:
+        order, sizes = self._first_step
+        return simulate(order[:position], sizes).allocated_at_end
+
+
 @dataclass(frozen=True)
 class _TrialEstimate:
-    """What trials of one estimated step will hold."""
+    """Memory of the trials of one estimated step."""
 
     estimate: Estimate
     limit_bytes: int
@@ -128,20 +202,20 @@ class _TrialEstimate:
         return self._seen[size]
 
     def known_of(self, sizes: Sequence[int], most: int) -> Sequence[int]:
-        """Those sizes of which something is known, up to ``most``."""
+        """The sizes up to ``most`` that can be judged."""
         return sizes[: bisect_right(sizes, min(most, self.estimate.largest_traced or most))]
 
     def find_largest(self, sizes: Sequence[int]) -> int:
-        """The largest of those that are known whose trial stays within the limit; 0 where none does."""
+        """The largest size whose trial stays within the limit; 0 if none does."""
         known = self.known_of(sizes, sizes[-1])
         fitting = bisect_left(known, True, key=lambda size: self.bytes_at(size) > self.limit_bytes)
         return known[fitting - 1] if fitting else 0
 
     def find_largest_to_train(self, sizes: Sequence[int], largest: int) -> int:
-        """The largest of them whose training stays within the limit in a new process; 0: no bound.
+        """The largest size whose training stays within the limit in a new process; 0: no bound.
 
-        There is no bound where it would cost more than a tenth of the samples and the default headroom covers what
-        training takes beyond the limit: where sizes are far apart, one segment of the allocator can halve the size.
+        A bound that costs more than a tenth of the samples is dropped, if the default headroom covers what training
+        takes beyond the limit. If sizes are far apart, one segment of the allocator can halve the size.
         """
         limit = self.limit_bytes - self.others_bytes
         fitting = bisect_left(sizes, True, key=lambda size: self.estimate.reserved(size) > limit)
@@ -150,7 +224,7 @@ class _TrialEstimate:
         return 0 if costs_much and self.estimate.reserved(largest) <= limit + limit // _HEADROOM else most
 
     def forecast(self, sizes: Sequence[int], largest: int, deadline: float) -> Forecast:
-        """Of sizes next to the largest that fits, of a quarter of it, and of those that were asked about."""
+        """Predict sizes next to the largest that fits, a quarter of it, and those that were judged before."""
         if self._replay is None:
             return Forecast()
         index = bisect_left(sizes, largest)
@@ -168,7 +242,7 @@ class _TrialEstimate:
 
     @cached_property
     def others_bytes(self) -> int:
-        """Bytes in tensors now that are no part of the step."""
+        """Bytes in tensors now that do not belong to the step."""
         if self._replay is None:
             return 0
         others, (left, tensors) = self.first.allocated_before - self._replay.resident_bytes, self._replay.forward
@@ -177,13 +251,11 @@ class _TrialEstimate:
         return max(others, 0)
 
     def _has_left(self, predicted: int) -> bool:
-        """Whether the first forward pass left so many bytes: then the traced operators are those that run."""
+        """Whether the first forward pass left the predicted bytes: then the traced operators are those that run."""
         if self._replay is None or self.first.forward_bytes is None:
             return False
         return abs(self.first.forward_bytes - predicted) * _AGREES <= self._replay.forward.in_tensors
 
     @cached_property
     def _replay(self) -> TrialReplay | None:
-        if self.estimate.timeline.interpolated or not has_parts(self.estimate.timeline):
-            return None
-        return TrialReplay(self.estimate)
+        return TrialReplay.of(self.estimate)

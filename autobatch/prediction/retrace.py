@@ -1,8 +1,6 @@
-"""Retraces the step at the size that an estimate leads to, and judges again where the timeline does not hold there.
+"""Traces the step once more at the size that an estimate leads to; judges again if the timeline does not hold there.
 
-Covers how often the answer may move, the trace at that size, and whether one sample can be run. Does not cover which
-size the estimate leads to. A line through two sizes is no proof for a third: a step that pads its samples to a multiple
-of 128 takes the same at 2 and at 67.
+Two sizes on a line do not prove a third: a step that pads its samples to a multiple of 128 takes the same at 2 and 67.
 """
 
 from __future__ import annotations
@@ -27,21 +25,19 @@ from autobatch.records import Saving
 from autobatch.step.model_info import find_savings, watch_savings
 from autobatch.step.workload import Workload
 
-__all__ = ["Proof", "check_timeline", "find_smallest", "prove", "prove_sizing", "trace_savings"]
-
 _ROUNDS = 3
-"""A step that is no line is mostly judged anew once: with a trace at the first answer, the second is near to it."""
+"""Mostly the second answer is near the first, which was traced."""
 _LADDER = (256, 1024)
-"""Where a step is no line beyond the larger of the two sizes, though it is one up to there."""
+"""More sizes, if a step is a line up to the larger of the two sizes only."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """An estimate with what the traces have shown, and whether it holds where it counts."""
+    """An estimate, and whether a trace proved it at the size that counts."""
 
     estimate: Estimate
-    proven_at: int = 0  # the size that it was asked about and traced at; 0 where it was not traced there
-    doubt: str = ""  # why not
+    proven_at: int = 0  # the size that was traced; 0 if the answer was not
+    doubt: str = ""  # why it was not traced
 
 
 def prove(
@@ -50,13 +46,13 @@ def prove(
     check: Callable[[Estimate, int], Timeline | None],
     settle: Callable[[Estimate], Estimate] = lambda estimate: estimate,
 ) -> Proof:
-    """Trace the size that the estimate leads to; where the trace differs, judge again with it.
+    """Trace the size that the estimate leads to; if the trace differs, judge again with it.
 
     Args:
-        estimate: Where to begin.
+        estimate: The first one.
         judge: Returns the size that an estimate leads to.
-        check: Returns ``None`` where its timeline holds at a size, else one with a trace of it (``check_timeline``).
-        settle: Asks cuDNN what an estimate with this timeline has to know (``Estimate.settle``).
+        check: Returns ``None`` if the timeline holds at a size, else another timeline (``check_timeline``).
+        settle: Asks cuDNN about the sizes that an estimate leads to (``Estimate.settle``).
     """
     for tries in range(_ROUNDS + 1):
         estimate = settle(estimate)
@@ -87,15 +83,9 @@ def prove_sizing(
     *,
     hooks: Sequence[Hook] = (),
 ) -> tuple[Sizing, Proof]:
-    """The same on an estimate that has been put to the test at the size that it leads to.
+    """Prove the answer of a sizing.
 
-    Args:
-        sizing: The estimate, the card and the target.
-        workload: What is traced.
-        layout: Of the example batch.
-        circumstances: Of the step.
-        meanwhile: Called while another process traces: what it asks is remembered, and mostly asked again afterwards.
-        hooks: Called before each trace.
+    While another process traces, ``meanwhile`` is called: the estimate remembers its results, which mostly still hold.
     """
 
     def check(estimate: Estimate, size: int) -> Timeline | None:
@@ -118,15 +108,10 @@ def prove_sizing(
 def check_timeline(
     timeline: Timeline, workload: Workload, layout: Layout, samples: int, circumstances: Circumstances
 ) -> Timeline | None:
-    """Trace the step at one more size, of at least 2 samples; one optimizer step where that is as the timeline has it.
+    """Trace one optimizer step at one more size, of at least 2 samples.
 
-    The second makes what the first makes.
-
-    Returns:
-        ``None`` where the timeline says the same, else one that is interpolated and has this size.
-
-    Raises:
-        InvalidArgument: At this size it cannot be traced, or not in a few seconds.
+    Returns ``None`` if the timeline agrees, else an interpolated timeline that has this size. Raises
+    ``InvalidArgument`` if this size cannot be traced in a few seconds.
     """
     traced = list(timeline.traced) or [timeline.at(size) for size in SIZES]
     most = find_most_events(traced)
@@ -136,7 +121,7 @@ def check_timeline(
 
     if timeline.interpolated:
         if expect_events(traced, samples) > most:
-            raise TooLong("it runs the more operators the more samples it has, there too many to trace")
+            raise TooLong("it runs more operators with more samples, too many to trace at this size")
         return combine([*traced, run(samples)])
     if timeline.begins_with(trace(workload, layout, samples, circumstances.once(), most // 2)):
         return None
@@ -144,10 +129,7 @@ def check_timeline(
 
 
 def find_smallest(workload: Workload, layout: Layout) -> int:
-    """The fewest samples that the model can run: 2 where one sample alone raises an error, as ``Probe`` finds it.
-
-    The step was traced at other sizes, so what fails here is due to the one sample.
-    """
+    """The fewest samples that the model can run: 2 if one sample raises an error, though other sizes were traced."""
     try:
         trace(replace(workload, optimizer=None), layout, 1, Circumstances(micro_batches=1, steps=1))
     except InvalidArgument:
@@ -156,7 +138,7 @@ def find_smallest(workload: Workload, layout: Layout) -> int:
 
 
 def trace_savings(workload: Workload, layout: Layout) -> tuple[Saving, ...]:
-    """What the step does already to save memory; of one that cannot be traced, what its model shows."""
+    """Find how the step already saves memory; if it cannot be traced, how its model does."""
     found = find_savings(workload.model)
     types = {parameter.device.type for parameter in workload.parameters()} | {"cuda", DEVICE_TYPE}
     with suppress(InvalidArgument), watch_savings(found, *types - {"meta"}):

@@ -1,11 +1,6 @@
 """Decides which micro-batch sizes fit which card, from an estimate.
 
-Covers the sizes worth asking for, and the most samples that fit with a margin, without one, and with the allocator
-giving memory back. On each card the answer is a size that fits while the next larger useful one does not, both
-simulated with that card's workspaces. Does not cover the estimate. Imports no torch.
-
-A prediction lists the common cards, and all that are known only where it is asked to: each number of multiprocessors
-has its own buffers of sums, and so its own simulations.
+Each answer is a size that fits while the next larger useful one does not, both simulated for that card.
 """
 
 from __future__ import annotations
@@ -16,21 +11,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autobatch.planning.division import least_size, useful_sizes
-from autobatch.prediction.card_table import COMMON, Gpu, known_cards
-from autobatch.prediction.cudnn.workspaces import Workspaces
+from autobatch.prediction.cards import COMMON, GPUS, Gpu
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.record import CardFit, Point, Reach
-
-__all__ = ["Sizing", "find_limit"]
+from autobatch.prediction.workspaces import Workspaces
 
 _MOST_POINTS = 24
 
 
 def find_limit(gpu: Gpu, margin: float) -> int:
-    """Bytes that the allocator may hold there: with CUDA's own, and the margin on both, the card is full.
-
-    0 or less where not even CUDA's own fits.
-    """
+    """Bytes that the allocator may hold, besides the margin and CUDA's own; 0 or less if not even that fits."""
     return int(gpu.total_bytes / (1 + margin)) - gpu.context_bytes
 
 
@@ -40,25 +30,24 @@ class Sizing:
 
     estimate: Estimate  # with the workspaces of the asked card
     gpu: Gpu
-    target: int  # samples an optimizer step should see
-    margin: float  # fraction of the predicted peak of the whole process to leave free on top of it
-    smallest: int = 1  # the fewest samples that the model can run; no size leaves a micro-batch of fewer
-    cuda: str | None = None  # that torch was built with
+    target: int  # samples of an optimizer step
+    margin: float  # fraction of the predicted peak of the process to leave free
+    smallest: int = 1  # the fewest samples that the model can run
 
     @cached_property
     def largest(self) -> int:
-        """The most samples that fit the asked card with the margin; 0 where not even one."""
+        """The most samples that fit the asked card with the margin; 0 if none do."""
         return self._find_largest(self.margin)
 
     @cached_property
     def reach(self) -> Reach:
-        """The same without the margin, and with the allocator giving memory back."""
+        """The most samples without the margin, and if the allocator gives memory back."""
         limit = find_limit(self.gpu, 0)
         tight = _bisect(self._sizes, lambda size: self.estimate.runs_within(size, limit))
         return Reach(comfortable=self._find_largest(0), tight=tight)
 
     def points(self) -> tuple[Point, ...]:
-        """Peaks at the useful sizes up to the bound, thinned out where there are many, and at the answers."""
+        """Peaks at a choice of the useful sizes and at the answers."""
         answers = {self.largest, self.reach.comfortable, self.reach.tight} - {0}
         return tuple(
             Point(size=size, allocated=self.estimate.allocated(size), reserved=self.estimate.reserved(size))
@@ -66,14 +55,13 @@ class Sizing:
         )
 
     def cards(self, *, every: bool = False) -> tuple[CardFit, ...]:
-        """The common cards and the asked one, or every card that is known, with the same margin."""
-        asked = self.gpu.name
-        gpus = [gpu for gpu in known_cards(self.cuda) if every or gpu.name in COMMON or gpu.name == asked]
+        """Fit the common cards and the asked one, or all cards."""
+        gpus = [gpu for gpu in GPUS if every or gpu.name in COMMON or gpu.name == self.gpu.name]
         estimates = {_kind_of(gpu): self.estimate.on_card(gpu, self._workspaces_on(gpu)) for gpu in gpus}
         return tuple(_fit(replace(self, estimate=estimates[_kind_of(gpu)], gpu=gpu)) for gpu in gpus)
 
     def settled(self) -> Sizing:
-        """The same with an estimate for which cuDNN was asked about each size that is an answer."""
+        """The same after cuDNN was asked about each answer."""
 
         def judge(estimate: Estimate) -> set[int]:
             sizing = replace(self, estimate=estimate)
@@ -82,24 +70,24 @@ class Sizing:
         return replace(self, estimate=self.estimate.settle(judge))
 
     def _workspaces_on(self, gpu: Gpu) -> Workspaces:
-        """Asked on the card that is meant; on the others by the rule: some fifty questions for each would take long."""
+        """CuDNN's answers for the asked card, the rule for the others: fifty questions each would take long."""
         own = self.estimate.workspaces
         is_same = (gpu.architecture, gpu.multiprocessors) == (own.architecture, own.multiprocessors)
         return own if is_same else Workspaces(gpu.architecture, gpu.multiprocessors)
 
     @property
     def judged(self) -> int:
-        """The size that a prediction is about."""
+        """The size that the prediction describes."""
         return self.largest or self.least
 
     @property
     def bound(self) -> int:
-        """The largest size that is judged: the target, or the largest that was traced where the rest is unknown."""
+        """The largest size that is judged: the target, or the largest traced size if interpolated."""
         return min(self.target, self.estimate.largest_traced or self.target)
 
     @property
     def least(self) -> int:
-        """The least size that is judged: it leaves no micro-batch that the model cannot run."""
+        """The least size that leaves no micro-batch smaller than ``smallest``."""
         return least_size(self.target, self.smallest)
 
     @cached_property
@@ -129,10 +117,10 @@ def _fit(sizing: Sizing) -> CardFit:
 
 
 def _bisect(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """The largest size that fits, 0 where none does.
+    """The largest size that fits, 0 if none does.
 
-    Every search asks about the same sizes in the same order until two differ in an answer. So a limit that allows more
-    never ends lower, even where the allocator takes less for a larger size.
+    All searches ask about the same sizes in the same order. So a higher limit never ends lower, even if the allocator
+    takes less for a larger size.
     """
     if fits(sizes[-1]):
         return sizes[-1]
@@ -141,7 +129,7 @@ def _bisect(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def _thin(sizes: Sequence[int]) -> Sequence[int]:
-    """At most so many of them, evenly by ratio, always the first and the last."""
+    """At most ``_MOST_POINTS`` sizes, evenly by ratio, with the first and the last."""
     if len(sizes) <= _MOST_POINTS:
         return sizes
     step = (sizes[-1] / sizes[0]) ** (1 / (_MOST_POINTS - 1))

@@ -1,9 +1,4 @@
-"""Writes a prediction as text (one line, and the whole story), and its tables as HTML for a notebook.
-
-Covers words and tables of up to 100 columns below the first line, where names are ordinary. In HTML nothing runs or is
-fetched, and all text is escaped (``report.html``). Does not cover any estimate: every number shown stands in the
-record, or is the sum of two that do.
-"""
+"""Writes a prediction as text (one line, or all of it), and as tables in HTML for a notebook."""
 
 from __future__ import annotations
 
@@ -26,22 +21,13 @@ from autobatch.prediction.tables import (
 from autobatch.report.sections import Bytes, Section, format_cell
 from autobatch.report.text import describe_division, share_of
 
-__all__ = [
-    "FAMILIES_REASON",
-    "explain_cards",
-    "explain_changes",
-    "explain_prediction",
-    "render_prediction",
-    "summarise_prediction",
-]
-
 _WIDTH = 98  # and two of indentation
 FAMILIES_REASON = "in 3 of 22 families of networks a quarter to a third of the peaks were more than 10 % above"
 """``make accuracy``, in benchmarks/RESULTS.md."""
 
 
 def summarise_prediction(prediction: PredictionRecord) -> str:
-    """``autobatch: predicted on L4: 256 = 6 x 43 (two of 42); peak 18.1 GiB of 22.0 GiB; nothing was run, 1.9 s``."""
+    """Write ``autobatch: predicted on L4: 256 = 6 x 43 (two of 42); peak 18.1 GiB of 22.0 GiB; ...``."""
     gpu = prediction.gpu
     peak = f"{format_bytes(prediction.peak_bytes)} of {format_bytes(gpu.total_bytes)}"
     needed = f"{describe_division(prediction.plan)}; peak {peak}" if prediction.plan else _refuse(prediction, peak)
@@ -49,7 +35,7 @@ def summarise_prediction(prediction: PredictionRecord) -> str:
 
 
 def explain_prediction(prediction: PredictionRecord) -> str:
-    """All that a prediction says, in sections; ends without a newline."""
+    """Write all of a prediction, in sections."""
     size = plural(prediction.judged_size, "sample")
     return "\n".join(
         [
@@ -68,14 +54,14 @@ def explain_prediction(prediction: PredictionRecord) -> str:
 
 
 def explain_cards(prediction: PredictionRecord) -> str:
-    """Every card that was judged, a line each; ends without a newline."""
+    """Write every judged card, a line each."""
     header = f"{plural(prediction.share, 'sample')} a step{_of_ranks(prediction)}"
     doubts = _wrapped((*_interpolation_lines(prediction), *(f"! {warning}" for warning in prediction.warnings)))
     return "\n".join([header, *_card_lines(prediction, mark=""), *doubts])
 
 
 def explain_changes(prediction: PredictionRecord) -> str:
-    """What other ways to do the step would save, a line each, below a title; empty where nobody asked."""
+    """Write what other ways to do the step would save, a line each; empty if nobody asked."""
     if not prediction.changes:
         return ""
     return "\n".join(_section(f"What would help on {prediction.gpu.name}", _change_lines(prediction))[1:])
@@ -144,7 +130,7 @@ def _reach_lines(prediction: PredictionRecord) -> Iterator[str]:
 
 
 def _is_bound(prediction: PredictionRecord, size: int) -> bool:
-    """Whether a size is the largest that could be judged, so that the card may well take more."""
+    """Whether a size is the largest that could be judged, so the card may take more."""
     steps = -(-prediction.share // size) if size else 0
     return steps > 1 and -(-prediction.share // (steps - 1)) > prediction.largest_judged
 
@@ -198,10 +184,7 @@ def _describe_change(change: Change) -> Iterator[str]:
 
 
 def _few_card_lines(prediction: PredictionRecord) -> Iterator[str]:
-    """A row for each card that says something; smaller ones that take nothing and larger ones that take all are named.
-
-    Of both the nearest has its row, and so has the card that was asked for.
-    """
+    """A row for each interesting card; cards that take nothing and cards that take all have names only."""
     cards = by_memory(prediction)
     none = [card.gpu for card in cards if not card.micro_batch_size][:-1]
     whole = [card.gpu for card in cards if card.micro_batch_size == prediction.share][1:]
@@ -233,7 +216,7 @@ def _trust_lines(prediction: PredictionRecord) -> Iterator[str]:
     if not gpu.measured and any(card.gpu == gpu.name for card in prediction.cards):
         yield f"the card's memory is {gpu.source}"
     if not gpu.context_measured:
-        yield f"what CUDA takes for itself is a guess on this card ({gpu.context_source})"
+        yield "what CUDA takes for itself is a guess on this card: nobody has read it on one of its kind and size"
     if prediction.data_parallel is not None:
         yield "what NCCL takes outside the allocator is not counted: leave some of the card free for it, by margin="
     yield from _cudnn_lines(prediction)
@@ -266,7 +249,7 @@ def _interpolation_lines(prediction: PredictionRecord) -> Iterator[str]:
 
 
 def render_prediction(prediction: PredictionRecord) -> str:
-    """One element for a page that is there already; its styles reach nothing else, and it has no ids."""
+    """Render one HTML element whose styles reach nothing else."""
     from autobatch.report.html import render  # noqa: PLC0415 - only notebooks need it
 
     peak = share_of(prediction.peak_bytes, prediction.gpu.total_bytes)

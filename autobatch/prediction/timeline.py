@@ -1,36 +1,23 @@
 """Describes what a training step allocates and frees, in order, at any number of samples.
 
-Covers the record of one traced step, the alignment of two into sizes that are affine in the samples, and what is done
-where they do not align. Does not cover tracing (``tracing.trace``) nor what an allocator makes of it. Imports no torch.
+Two traces whose sizes are affine in the samples make one ``Timeline`` (``align``). Otherwise the timeline holds the
+traces (``combine``), and quantities lie on lines between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.records import Record
 
-__all__ = [
-    "Block",
-    "Kind",
-    "Phase",
-    "Stream",
-    "Timeline",
-    "TracedStep",
-    "align",
-    "combine",
-    "continue_as",
-    "most_alive",
-]
-
 Phase = Literal["before", "forward", "backward", "optimizer"]
 Stream = Literal["compute", "all-gather", "reduce-scatter"]
-"""On which stream of CUDA's a block is allocated: memory that is freed on one is not used again by another."""
+"""The CUDA stream that allocates a block: no other stream reuses its memory."""
 _STREAMS: tuple[Stream, ...] = ("compute", "all-gather", "reduce-scatter")
 Kind = Literal[
     "parameter",
@@ -41,30 +28,27 @@ Kind = Literal[
     "temporary",
     "input",
     "aux",
-    "bucket",  # in which DDP or the Runner sums gradients over ranks
-    "gathered parameter",  # a whole one, of shards of all ranks
-    "unsharded gradient",  # of a whole one, before it is reduced
+    "bucket",  # DDP and the Runner sum gradients over ranks in buckets
+    "gathered parameter",  # whole, from the shards of all ranks
+    "unsharded gradient",  # of a gathered parameter, before the reduce-scatter
     "all-gather",  # its buffer
     "reduce-scatter",  # its input
-    "cuDNN workspace",  # without bytes: what cuDNN takes for a convolution is the card's
-    "addends",  # no bytes, but how many numbers each result of a sum adds up; "partial sums" is next
-    "partial sums",  # bytes of a sum's results: the buffer that it takes follows from both (``kernel_blocks``)
-    "cuBLAS workspace",  # without bytes: where a thread takes its handle, whose workspace is the card's
+    "cuDNN workspace",  # 0 bytes here: the card decides
+    "addends",  # not bytes, but the numbers that each result of a sum adds up; "partial sums" is next
+    "partial sums",  # bytes of a sum's results: its buffer follows from both (``workspaces``)
+    "cuBLAS workspace",  # 0 bytes here: a thread takes its handle, and the card decides
 ]
 _NO_TENSORS = frozenset({"cuDNN workspace", "addends", "partial sums", "cuBLAS workspace"})
-_MADE_ONCE = frozenset({"parameter", "buffer", "optimizer state", "bucket", "cuBLAS workspace"})
-"""In the first optimizer step, for all that follow."""
-_AROUND = frozenset({"before", "optimizer"})
 _Growth = tuple[Convolution, tuple[int, ...]]
-"""A convolution at 0 samples, and what a sample adds to the sizes of its input."""
+"""A convolution at 0 samples, and what each sample adds to the sizes of its input."""
 
 
 class Block(Record):
-    """What is known of one allocation besides its size."""
+    """The properties of one allocation besides its size."""
 
-    phase: Phase  # in which it was made
-    kind: Kind  # "aux" is what a step returns beside its loss, held until all its micro-batches ran
-    module: str = ""  # the submodule that made it, or whose parameter it belongs to; "" outside of all
+    phase: Phase  # that allocates it
+    kind: Kind  # "aux": a step returns it beside its loss, and it lives until all micro-batches ran
+    module: str = ""  # the submodule that made it or owns it; "" outside of all
     stream: Stream = "compute"
 
 
@@ -72,28 +56,28 @@ class TracedStep(Record):
     """A step at one number of samples."""
 
     samples: int  # in each micro-batch
-    order: tuple[int, ...]  # k + 1 where block k is allocated, -(k + 1) where it is freed
-    sizes: tuple[int, ...]  # bytes of each block as they were asked for, before any rounding
+    order: tuple[int, ...]  # k + 1 allocates block k, -(k + 1) frees it
+    sizes: tuple[int, ...]  # bytes of each block, before any rounding
     blocks: tuple[Block, ...]
     convolutions: dict[int, Convolution] = Field(default_factory=dict)  # by the block that is its workspace
 
     def peak(self) -> int:
-        """The most bytes of tensors alive at once, unrounded."""
+        """Most bytes of tensors alive at once, unrounded."""
         return most_alive(self.order, self.tensor_sizes())
 
     @cached_property
     def kernel_blocks(self) -> list[int]:
-        """Which blocks are no tensors, but stand for a kernel's own memory."""
+        """Blocks that are a kernel's own memory."""
         return [index for index, block in enumerate(self.blocks) if block.kind in _NO_TENSORS]
 
     @cached_property
     def streams(self) -> list[int]:
-        """The number of the stream on which each block is allocated; empty where that is one for all."""
+        """Number of each block's stream; empty if all blocks share one."""
         numbers = [_STREAMS.index(block.stream) for block in self.blocks]
         return numbers if any(numbers) else []
 
     def tensor_sizes(self) -> list[int]:
-        """Bytes of each block that is a tensor, 0 for those that stand for a kernel's own memory."""
+        """Bytes of each block, 0 for a kernel's own memory."""
         sizes = [*self.sizes]
         for index in self.kernel_blocks:
             sizes[index] = 0
@@ -101,7 +85,7 @@ class TracedStep(Record):
 
 
 def most_alive(order: Sequence[int], sizes: Sequence[int]) -> int:
-    """The largest sum of the sizes of blocks that are allocated at once; ``order`` as in ``TracedStep``."""
+    """The largest sum of the sizes of blocks that are allocated at once."""
     live = most = 0
     for entry in order:
         live += sizes[entry - 1] if entry > 0 else -sizes[-entry - 1]
@@ -110,30 +94,27 @@ def most_alive(order: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 class Timeline(Record):
-    """What a step allocates and frees, at any number of samples."""
+    """The allocations of a step at any number of samples, in order."""
 
-    order: tuple[int, ...]  # as TracedStep.order; of the last trace where interpolated
+    order: tuple[int, ...]  # as TracedStep.order; of the last trace if interpolated
     fixed: tuple[int, ...]  # bytes of each block at 0 samples
     per_sample: tuple[int, ...]  # bytes that each sample adds to each block
     blocks: tuple[Block, ...]
     convolutions: dict[int, _Growth] = Field(default_factory=dict)  # by block
-    traced: tuple[TracedStep, ...] = ()  # where the traces ran different operators, these, by their samples
+    traced: tuple[TracedStep, ...] = ()  # traces that ran different operators, by samples
 
     @property
     def interpolated(self) -> bool:
-        """Whether the traces ran different operators, so that sizes in between are estimates."""
+        """Whether the traces ran different operators, so that other sizes are estimates."""
         return bool(self.traced)
 
     @property
     def has_convolutions(self) -> bool:
-        """Whether any operator is a call of cuDNN that may take a workspace."""
+        """Whether any operator may take a workspace of cuDNN."""
         return bool(self.convolutions) or any(step.convolutions for step in self.traced)
 
     def begins_with(self, traced: TracedStep) -> bool:
-        """Whether the step at that number of samples begins with this very trace, which may be of fewer steps.
-
-        Byte for byte and in the same order; what blocks are for is often known only after a later step.
-        """
+        """Whether the step at these samples begins with this trace, byte for byte; kinds of blocks may differ."""
         own = self.at(traced.samples)
         events, count = len(traced.order), len(traced.sizes)
         if any(own.convolutions.get(block) != run for block, run in traced.convolutions.items()):
@@ -141,10 +122,7 @@ class Timeline(Record):
         return (own.order[:events], own.sizes[:count]) == (traced.order, traced.sizes)
 
     def at(self, n: int) -> TracedStep:
-        """The step at ``n`` samples: exact where the traces aligned, else the next larger one that was traced.
-
-        Beyond the largest trace that one. ``measure`` interpolates between them.
-        """
+        """The step at ``n`` samples; if interpolated, the next larger trace, or the largest."""
         if self.traced:
             return next((step for step in self.traced if step.samples >= n), self.traced[-1])
         sizes = tuple(fixed + slope * n for fixed, slope in zip(self.fixed, self.per_sample, strict=True))
@@ -158,16 +136,16 @@ class Timeline(Record):
 
     @cached_property
     def _kinds_of_convolutions(self) -> tuple[list[_Growth], dict[int, int]]:
-        """Each that is different once, and by block which of them it is: a ResNet-50 has 632, of 69 kinds."""
+        """The different convolutions, and the number of each block's: a ResNet-50 has 632 of 69 kinds."""
         number: dict[_Growth, int] = {}
         kind_of = {block: number.setdefault(growth, len(number)) for block, growth in self.convolutions.items()}
         return [*number], kind_of
 
     def measure(self, n: int, quantity: Callable[[TracedStep], int]) -> int:
-        """A quantity of the step at ``n`` samples, such as its peak or what an allocator would reserve for it.
+        """A quantity of the step at ``n`` samples, such as its peak.
 
-        Exact where the traces aligned. Else on the line through the nearest two traced sizes, which lies above a convex
-        quantity between them, and below it beyond them. A line that falls is not followed beyond the largest size.
+        If interpolated, it lies on the line through the two nearest traces: above a convex quantity between them, and
+        below it beyond them. Beyond the largest trace the line never falls.
         """
         if len(self.traced) < 2:
             return quantity(self.at(n))
@@ -175,16 +153,11 @@ class Timeline(Record):
         low, high = self.traced[max(index, 1) - 1], self.traced[max(index, 1)]
         below, above = quantity(low), quantity(high)
         line = below - (below - above) * (n - low.samples) // (high.samples - low.samples)
-        # More samples never need less than those that were traced, and none is less than nothing.
         return max(line, above) if n > high.samples else max(line, 0)
 
 
 def align(first: TracedStep, second: TracedStep) -> Timeline | None:
-    """Both traces as one timeline with sizes affine in the samples; ``None`` where they ran different operators.
-
-    A block's bytes are affine in the samples where they are a product of dimensions, of which one is the samples'. One
-    sample is another program, since views of size 1 skip copies, so it is never traced.
-    """
+    """Make one timeline whose sizes are affine in the samples; ``None`` if the traces ran different operators."""
     distance = second.samples - first.samples
     if distance == 0 or first.order != second.order or first.blocks != second.blocks:
         return None
@@ -200,66 +173,8 @@ def align(first: TracedStep, second: TracedStep) -> Timeline | None:
     )
 
 
-def continue_as(whole: TracedStep, beginning: TracedStep) -> TracedStep | None:
-    """The trace of a first optimizer step, at other samples than ``whole``, continued as ``whole`` goes on.
-
-    The micro-batches of the second step make the blocks that those of the first made, so their sizes are known for the
-    other samples too. What is made around micro-batches is the same at both where nothing else outlives the first step
-    than what does not depend on the samples.
-
-    Returns:
-        ``None`` where the traces begin differently, or where the second step is not such a repetition.
-    """
-    if not _begins_alike(whole, beginning) or _outlives(whole, beginning):
-        return None
-    count = len(beginning.sizes)
-    earlier, later = _repeated_blocks(whole, 0, count), _repeated_blocks(whole, count, len(whole.sizes))
-    if (
-        any(block.kind in _MADE_ONCE for block in whole.blocks[count:])
-        or [whole.sizes[index] for index in earlier] != [whole.sizes[index] for index in later]
-        or [whole.blocks[index] for index in earlier] != [whole.blocks[index] for index in later]
-    ):
-        return None
-    source = dict(zip(later, earlier, strict=True))
-    if any(run != whole.convolutions.get(source.get(block, block)) for block, run in whole.convolutions.items()):
-        return None
-    rest = range(count, len(whole.sizes))
-    more = [beginning.sizes[source[index]] if index in source else whole.sizes[index] for index in rest]
-    return TracedStep.model_construct(  # all of it comes from checked traces
-        samples=beginning.samples,
-        order=whole.order,
-        sizes=(*beginning.sizes, *more),
-        blocks=whole.blocks,
-        convolutions={block: beginning.convolutions[source.get(block, block)] for block in whole.convolutions},
-    )
-
-
-def _begins_alike(whole: TracedStep, beginning: TracedStep) -> bool:
-    """Whether one runs the operators with which the other begins; what blocks are for is often known only later."""
-    count = len(beginning.sizes)
-    pairs = zip(whole.blocks, beginning.blocks, strict=False)
-    return (
-        whole.order[: len(beginning.order)] == beginning.order
-        and all((one.phase, one.stream) == (other.phase, other.stream) for one, other in pairs)
-        and {block for block in whole.convolutions if block < count} == beginning.convolutions.keys()
-    )
-
-
-def _outlives(whole: TracedStep, beginning: TracedStep) -> bool:
-    """Whether anything outlives the first step, beside what it returns, that depends on the samples."""
-    freed = {-entry - 1 for entry in beginning.order if entry < 0}
-    alive = (index for index in range(len(beginning.sizes)) if index not in freed)
-    return any(whole.sizes[index] != beginning.sizes[index] and whole.blocks[index].kind != "aux" for index in alive)
-
-
-def _repeated_blocks(step: TracedStep, start: int, stop: int) -> list[int]:
-    """Those among blocks ``start`` to ``stop`` (exclusive) that each optimizer step makes in its micro-batches."""
-    blocks = enumerate(step.blocks[start:stop], start)
-    return [index for index, block in blocks if block.phase not in _AROUND and block.kind not in _MADE_ONCE]
-
-
 def _align_convolutions(first: TracedStep, second: TracedStep) -> dict[int, _Growth] | None:
-    """Of each block; ``None`` where they are not affine."""
+    """The convolutions by block; ``None`` if their sizes are not affine in the samples."""
     distance, aligned = second.samples - first.samples, {}
     if first.convolutions.keys() != second.convolutions.keys():
         return None
@@ -282,8 +197,56 @@ def _grow(run: Convolution, slopes: Sequence[int], samples: int) -> Convolution:
 
 
 def combine(traced: Sequence[TracedStep]) -> Timeline:
-    """A timeline from traces that do not align, of at least one size; it is ``interpolated``."""
+    """Make an interpolated timeline from traces that do not align."""
     steps = tuple(sorted(traced, key=lambda step: step.samples))
     last = steps[-1]
     none = (0,) * len(last.sizes)
     return Timeline(order=last.order, fixed=last.sizes, per_sample=none, blocks=last.blocks, traced=steps)
+
+
+class StepParts(NamedTuple):
+    """The entries of the order at which the parts of two steps of two micro-batches begin."""
+
+    forwards: tuple[int, int, int, int]  # two micro-batches in the first step, two in the second
+    first_backward: int
+    updates: tuple[int, int]  # of the optimizer
+
+
+def find_parts(order: Sequence[int], blocks: Sequence[Block]) -> StepParts | None:
+    """Find each part by its first allocation; ``None`` if a forward pass allocates nothing, and so is not seen.
+
+    The order may have entries of further blocks, such as workspaces.
+    """
+    forwards: list[int] = []
+    updates: dict[int, int] = {}  # by the number of forward passes before
+    backward, phase = 0, "before"
+    for position, entry in enumerate(order):
+        if not 0 < entry <= len(blocks):
+            continue
+        now = blocks[entry - 1].phase
+        if now == "forward" != phase:
+            forwards.append(position)
+        elif now == "backward":
+            backward = backward or position
+        elif now == "optimizer":
+            updates.setdefault(len(forwards), position)
+        phase = now
+    if len(forwards) != 4:
+        return None
+    first, second, third, fourth = forwards
+    ends = updates.get(2, third), updates.get(4, len(order))
+    return StepParts((first, second, third, fourth), backward, ends)
+
+
+def without_second_micro_batch(
+    order: Sequence[int], blocks: Sequence[Block], parts: StepParts, steps: int = 2
+) -> list[int]:
+    """Leave out what the second micro-batch of the first ``steps`` steps makes and drops again.
+
+    Gradients stay, and so do the float32 sums of gradients in less precision, which one micro-batch does not need.
+    """
+    freed, dropped = {-entry for entry in order if entry < 0}, set()
+    for step in range(steps):
+        made = freed.intersection(order[parts.forwards[2 * step + 1] : parts.updates[step]])
+        dropped |= {entry for entry in made if entry > len(blocks) or blocks[entry - 1].kind != "gradient"}
+    return [entry for entry in order if abs(entry) not in dropped]

@@ -1,9 +1,4 @@
-"""Predicts what other ways to do the same step would need, each traced again.
-
-Covers autocast to bfloat16, checkpointing of repeated blocks, other optimizers, expandable segments, and gradients that
-are zeroed in place; each with what it costs besides. Does not cover what a change does to the result of training: that
-is the user's to weigh.
-"""
+"""Predicts what other ways to do the same step would need, each traced again."""
 
 from __future__ import annotations
 
@@ -26,25 +21,24 @@ from autobatch.prediction.record import Change
 from autobatch.prediction.retrace import check_timeline, prove_sizing
 from autobatch.prediction.sizing import Sizing
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
+from autobatch.prediction.tracing.fake_step import Circumstances
+from autobatch.prediction.tracing.trace import trace_timeline
 from autobatch.step.workload import Workload
-
-__all__ = ["EightBitAdam", "other_optimizers", "repeated_blocks", "try_changes"]
 
 _FEWEST_BLOCKS = 3
 _BLOCK = 256
-"""Numbers that share one float32 scale in 8-bit optimizers (bitsandbytes' block-wise quantization)."""
+"""Numbers that share one float32 scale (bitsandbytes' block-wise quantization)."""
 _FLAG = "gradient_checkpointing"
-"""Set on the modules of a Transformers model by its ``gradient_checkpointing_enable()``."""
+"""``gradient_checkpointing_enable()`` of a Transformers model sets it on modules."""
 _SMALLEST_EIGHT_BIT = 4096
-"""Parameters with fewer numbers have float32 state there."""
+"""Parameters with fewer numbers keep float32 state."""
 
 
 class _Way(NamedTuple):
-    """Another way to do the step: its name, what it costs besides memory, and what is run."""
+    """Another way to do the step."""
 
     name: str
-    effect: str
+    effect: str  # what it costs besides memory
     workload: Workload
     circumstances: Circumstances
 
@@ -52,10 +46,10 @@ class _Way(NamedTuple):
 def try_changes(
     workload: Workload, layout: Layout, sizing: Sizing, circumstances: Circumstances, hooks: Sequence[Hook] = ()
 ) -> tuple[Change, ...]:
-    """Each change that the step allows, the one that saves most at the judged size first, those that fail last."""
+    """Trace each change that the step allows; the one that saves most comes first, those that fail last."""
     estimate, size = sizing.estimate, sizing.judged
     before = estimate.reserved(size)
-    # A step that is no line is none in another way either: then it is traced at the size of the comparison too.
+    # An interpolated step mostly stays so, so it is traced at the size of the comparison too.
     also = size if estimate.timeline.interpolated and size > 1 else 0
 
     def judge(way: _Way) -> Change:
@@ -94,12 +88,9 @@ def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:
         yield _Way(f"checkpointing of {named} blocks", "more time", replace(workload, step=step), usual)
     for name, effect, optimizer in other_optimizers(workload.optimizer):
         yield _Way(name, effect, replace(workload, optimizer=optimizer), usual)
-    if not usual.zeroes_gradients:
-        yield _Way("gradients zeroed, not set to None", "", workload, usual._replace(zeroes_gradients=True))
 
 
 def _trace(way: _Way, layout: Layout, also: int) -> Timeline:
-    """At any size; at ``also`` for sure, unless it is 0."""
     timeline = trace_timeline(way.workload, layout, way.circumstances)
     if not also or also in {step.samples for step in timeline.traced}:
         return timeline
@@ -115,7 +106,7 @@ def _with_autocast(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The largest row of modules of one class in one container: a transformer's layers, a network's blocks."""
+    """Find the largest row of modules of one class in one container: a transformer's layers, a network's blocks."""
     rows: list[list[nn.Module]] = []
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -127,7 +118,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _own_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a Transformers model itself checkpoints when it is asked to; empty for other models."""
+    """The blocks that a Transformers model can checkpoint; none for other models."""
     names = {
         f"{name}.{index}"
         for name, module in model.named_modules()
@@ -160,10 +151,9 @@ def _with_checkpoints(
 
 @contextmanager
 def _asked_to_checkpoint(whole: nn.Module) -> Iterator[None]:
-    """The same as ``whole.gradient_checkpointing_enable()``, undone at the end.
+    """Do what ``whole.gradient_checkpointing_enable()`` does, and undo it.
 
-    A block that is only wrapped would fail: with the default ``use_cache=True`` its recomputation appends to the cache
-    a second time. Asked like this, the model leaves its cache out.
+    A wrapped block would fail: its recomputation appends to the cache a second time. So the model drops its cache.
     """
     asked = {_FLAG: True, "_gradient_checkpointing_func": partial(checkpoint, use_reentrant=False)}
     flagged = _flagged(whole)
@@ -196,7 +186,7 @@ def _checkpointed(block: nn.Module) -> Iterator[None]:
 
 
 def other_optimizers(now: Any | None) -> Iterator[tuple[str, str, Any]]:
-    """Those that the step does not have yet, of the same parameters: name, what it costs besides, and an instance."""
+    """Yield other optimizers of the same parameters: name, what it costs besides memory, and an instance."""
     if now is None:
         return
     parameters = [parameter for group in now.param_groups for parameter in group["params"]]
@@ -219,11 +209,11 @@ def _any_group(optimizer: Any, option: str) -> bool:
 
 
 class EightBitAdam(torch.optim.Optimizer):
-    """What 8-bit Adam allocates, and nothing else of it: two moments in one byte each, a float32 scale a block."""
+    """The allocations of 8-bit Adam: two moments in one byte each, and a float32 scale a block."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state once; the update is one fused kernel in place, which allocates nothing."""
+        """Make the state once; the fused update allocates nothing."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:

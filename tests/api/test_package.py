@@ -32,13 +32,10 @@ TORCH_FREE += [
     f"autobatch.prediction.{name}"
     for name in (
         "allocator",
-        "block_pool",
-        "card_table",
         "cards",
-        "contexts",
         "estimate",
         "prediction",
-        "kernel_blocks",
+        "workspaces",
         "sizing",
         "tables",
         "text",
@@ -103,7 +100,6 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {
         "autobatch/py.typed",
         "autobatch/prediction/cards.csv",
-        "autobatch/prediction/contexts.csv",
         "autobatch/report/templates/notebook.html",
         "autobatch/report/templates/style.css",
     } <= here

@@ -21,7 +21,8 @@ from autobatch.batch.samples import describe
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.parallelism import Parallelism, find_units
 from autobatch.prediction.timeline import Timeline, align
-from autobatch.prediction.tracing.trace import Circumstances, trace
+from autobatch.prediction.tracing.fake_step import Circumstances
+from autobatch.prediction.tracing.trace import trace
 from autobatch.records import DeviceInfo
 from autobatch.step.workload import Workload
 from autobatch.undo.gradients import Float32Sums

@@ -16,7 +16,7 @@ from rank_steps import CASES, predict_timeline, train_replicated, train_sharded
 from sampling import sample
 
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.local_card import read_card
+from autobatch.prediction.prior import read_card
 
 pytestmark = pytest.mark.card
 

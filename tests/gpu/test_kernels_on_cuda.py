@@ -14,7 +14,7 @@ import autobatch
 from autobatch.batch.samples import describe
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.local_card import read_card
+from autobatch.prediction.prior import read_card
 from autobatch.prediction.tracing.trace import trace_timeline
 from autobatch.step.workload import Workload
 from autobatch.undo.gradients import Float32Sums

@@ -10,14 +10,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_allocator import PlainAllocator
 
-from autobatch.errors import InvalidArgument
-from autobatch.prediction.allocator import AllocatorPeak, CachingAllocator, find_least_capacity, simulate
-from autobatch.prediction.block_pool import ADDRESS_BITS, ADDRESS_MASK, NO_BLOCK, UNIT, ExpandablePool
+from autobatch.prediction.allocator import (
+    ADDRESS_BITS,
+    ADDRESS_MASK,
+    NO_BLOCK,
+    UNIT,
+    AllocatorPeak,
+    CachingAllocator,
+    ExpandablePool,
+    simulate,
+)
 from autobatch.prediction.timeline import most_alive
 
 pytestmark = pytest.mark.quick
 
 KIB, MIB = 2**10, 2**20
+
+
+def find_least_capacity(order, sizes, **options):
+    """Bytes in which a timeline runs, perhaps with retries, and in 2 MiB less it does not."""
+    fails = (most_alive(order, [-(-size // UNIT) * UNIT for size in sizes]) - 1) // (2 * MIB)
+    runs = simulate(order, sizes, **options).reserved // (2 * MIB)
+    while runs - fails > 1:
+        middle = (fails + runs) // 2
+        if simulate(order, sizes, capacity=middle * 2 * MIB, **options).out_of_memory:
+            fails = middle
+        else:
+            runs = middle
+    return runs * 2 * MIB
 
 
 # Sizes around every border of the rules, and some of each order of magnitude.
@@ -374,29 +394,6 @@ def test_sizes_that_round_alike_are_alike(timeline, expandable):
     first = simulate(order, sizes, expandable_segments=expandable)
     assert first == simulate(order, rounded, expandable_segments=expandable)
     assert first == simulate(tuple(order), tuple(sizes), expandable_segments=expandable)
-
-
-# ------------------------------------------------------------------------------------------------------ what is refused
-
-
-@pytest.mark.parametrize(
-    ("order", "sizes", "message"),
-    [
-        ([1], [], "order[0] is 1, but there are sizes for blocks 1 to 0"),
-        ([0], [5], "order[0] is 0, but there are sizes for blocks 1 to 1"),
-        ([1, -2], [5], "order[1] is -2, but there are sizes for blocks 1 to 1"),
-        ([1, 1], [5], "order[1] is 1: block 1 is allocated again"),
-        ([-1], [5], "order[0] is -1: block 1 is freed, but it is not allocated"),
-        ([1, -1, -1], [5], "order[2] is -1: block 1 is freed, but it is not allocated"),
-        ([], [3, -7], "block 2 has -7 bytes; a size cannot be negative"),
-    ],
-)
-@pytest.mark.parametrize("function", [simulate, find_least_capacity])
-def test_an_order_that_cannot_be_is_refused(function, order, sizes, message):
-    """The message names the position and the block, both as they were given."""
-    with pytest.raises(InvalidArgument) as caught:
-        function(order, sizes)
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from sampling import sample
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.card_table import COMMON
 from autobatch.prediction.cards import (
     _FAMILIES,
+    COMMON,
     COMMONEST,
     GPUS,
     Gpu,
@@ -23,10 +23,9 @@ from autobatch.prediction.cards import (
     _without_socket,
     explain_choice,
     find_gpu,
-    known_cards,
     make_gpu,
+    read_rows,
 )
-from autobatch.prediction.contexts import READINGS, Reading, read_table
 
 GIB, MIB = 2**30, 2**20
 
@@ -91,18 +90,15 @@ def test_there_are_many_cards():
     assert len({gpu.name for gpu in GPUS}) == len(GPUS)
 
 
-def test_the_page_has_each_card_and_each_reading():
-    """In the order of the tables, with the numbers that are taken without knowing the version of CUDA."""
+def test_the_page_has_each_card():
+    """In the order of the table, with its numbers."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "cards.md").read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| card", "| ---"))]
-    assert [line.rpartition(" | ")[0] for line in lines[: len(GPUS)]] == [
+    assert lines == [
         f"| {f'**{gpu.name}**' if gpu.name in COMMON else gpu.name} | {gpu.total_bytes / GIB:.2f} "
         f"| {gpu.multiprocessors} | {gpu.architecture} "
-        f"| {gpu.context_bytes // MIB}{'' if gpu.context_measured else ' ?'}"
+        f"| {gpu.context_bytes // MIB}{'' if gpu.context_measured else ' ?'} |"
         for gpu in GPUS
-    ]
-    assert lines[len(GPUS) :] == [
-        f"| {reading.card} | {reading.cuda or '?'} | {reading.mebibytes} | {reading.source} |" for reading in READINGS
     ]
 
 
@@ -122,13 +118,11 @@ def test_a_card_reports_a_little_less_than_is_on_the_box(gpu):
 
 @by_card
 def test_every_number_has_a_source(gpu):
-    """Where total and context were found, in words and not as an address; what was not read on a card says so."""
-    for source in (gpu.source, gpu.context_source):
-        assert len(source) > 10
-        assert "http" not in source
+    """Where the total was found, in words and not as an address; a total that was not read on a card says so."""
+    assert len(gpu.source) > 10
+    assert "http" not in gpu.source
     assert gpu.measured == (not gpu.source.startswith("nominal"))
     assert "{" not in gpu.source
-    assert gpu.context_measured == (not gpu.context_source.startswith(("none for such a card", "fitted")))
     assert gpu.total_bytes % MIB == 0
 
 
@@ -153,65 +147,45 @@ def test_a_card_of_which_no_total_was_found_has_the_least_of_those_with_as_much_
 
 def test_a_line_that_is_no_card_is_refused():
     """A table that is damaged ends the import, not a prediction."""
-    with pytest.raises(ValidationError, match="card"):
-        read_table("cards.csv", Reading)
+    with pytest.raises(ValidationError, match="mebibytes"):
+        read_rows("name,mebibytes\nH100,eighty")
 
 
 @by_card
-@pytest.mark.parametrize("cuda", [None, "12.8", "13.0"])
-def test_what_cuda_takes_grows_with_the_card(gpu, cuda):
-    """Of cards of one architecture; and it is no less than what was read on one that is no larger."""
-    card, cards = find_gpu(gpu.name, cuda), known_cards(cuda)
-    smaller = [
-        other
-        for other in cards
-        if other.architecture == card.architecture and other.multiprocessors <= card.multiprocessors
-    ]
-    assert card.context_bytes >= max(other.context_bytes for other in smaller)
-    assert 128 * MIB < card.context_bytes < (2 * GIB if card.context_source.startswith("fitted") else GIB)
-    names = {other.name for other in smaller}
-    read = [row.mebibytes for row in READINGS if row.card in names and row.cuda in ("", (cuda or row.cuda)[:2])]
-    assert card.context_bytes >= MIB * max(read, default=0)
-    assert len({other.cublas_workspace_bytes for other in smaller}) == 1
-
-
-@pytest.mark.parametrize("reading", READINGS, ids=lambda reading: f"{reading.card} {reading.cuda}")
-def test_a_reading_is_of_a_card_that_is_known(reading):
-    """With its source, and of a version of CUDA or of none."""
-    assert find_gpu(reading.card).name == reading.card
-    assert reading.cuda in {"", "12", "13"}
-    assert len(reading.source) > 10
-    assert "http" not in reading.source
+def test_what_cuda_takes_grows_with_the_card(gpu):
+    """Of cards of one architecture."""
+    alike = [other for other in GPUS if other.architecture == gpu.architecture]
+    smaller = [other for other in alike if other.multiprocessors <= gpu.multiprocessors]
+    assert gpu.context_bytes >= max(other.context_bytes for other in smaller)
+    assert 128 * MIB < gpu.context_bytes < (2 * GIB if gpu.architecture == "sm_80" else GIB)
+    assert len({other.cublas_workspace_bytes for other in alike}) == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "cuda", "mebibytes", "measured"),
+    ("name", "mebibytes", "measured"),
     [
-        ("T4", None, 158, True),
-        ("A2", None, 220, True),  # of the next larger one of its architecture
-        ("RTX 4060", "13.0", 274, True),
-        ("RTX 4090", None, 505, True),
-        ("RTX 4090", "12.8", 505, True),
-        ("RTX 4090", "13.0", 525, True),  # that reading was with CUDA 12: the next larger one's
-        ("RTX 3090", "12.8", 267, True),
-        ("RTX 3090", "13.0", 415, False),
-        ("H200", None, 760, True),  # an H100's, which is the same chip
-        ("RTX 2080 Ti", None, 220, False),  # more than a T4; of one that runs at least as many threads
-        ("B300", None, 760, False),
-        ("MI300X", None, 760, False),
-        ("A100", None, 1711, False),
+        ("T4", 158, True),
+        ("A2", 220, True),  # of the next larger one of its architecture
+        ("RTX 4060", 274, True),
+        ("RTX 4090", 505, True),
+        ("RTX 3090", 267, True),
+        ("H200", 760, True),  # an H100's, which is the same chip
+        ("RTX 2080 Ti", 220, False),  # more than a T4; of one that runs at least as many threads
+        ("B300", 760, False),
+        ("MI300X", 760, False),
+        ("A100", 1711, False),
     ],
 )
-def test_what_cuda_takes_is_what_was_read_on_such_a_card(name, cuda, mebibytes, measured):
-    """On the same architecture up to its size, with that version of CUDA; else it is a guess on the safe side."""
-    card = find_gpu(name, cuda)
+def test_what_cuda_takes_is_what_was_read_on_such_a_card(name, mebibytes, measured):
+    """On the same architecture up to its size; else it is a guess on the safe side."""
+    card = find_gpu(name)
     assert (card.context_bytes, card.context_measured) == (mebibytes * MIB, measured)
 
 
 def test_what_cuda_takes_of_a_card_that_is_here_follows_from_its_size_too():
     """Not from its name, which a driver may write in any way."""
-    here = make_gpu("NVIDIA Anything", GIB, "sm_89", multiprocessors=50, source="here", cuda="12.8")
-    assert here.context_bytes == find_gpu("L4", "12.8").context_bytes < find_gpu("RTX 4090").context_bytes
+    here = make_gpu("NVIDIA Anything", GIB, "sm_89", 50, source="here")
+    assert here.context_bytes == find_gpu("L4").context_bytes < find_gpu("RTX 4090").context_bytes
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from sampling import sample
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction import child_process, forking
+from autobatch.prediction import child_process
 from autobatch.prediction.child_process import begin_apart, run_apart
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,7 +163,7 @@ def test_an_answer_waits_for_nobody_else_who_holds_the_pipe():
     """A process that the function left behind, or one that another thread forked just then."""
 
     def leave_a_process():
-        child = forking.fork()
+        child = child_process.fork()
         if child == 0:
             time.sleep(60)
             os._exit(0)
@@ -194,7 +194,7 @@ def test_where_there_is_no_process_to_be_had_it_says_so(monkeypatch):
     def refuse():
         raise BlockingIOError("no more processes")
 
-    monkeypatch.setattr(forking, "has_cards_threads", lambda: False)  # so that os.fork is what forks
+    monkeypatch.setattr(child_process, "has_cards_threads", lambda: False)  # so that os.fork is what forks
     monkeypatch.setattr(os, "fork", refuse)
     before = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(InvalidArgument, match=r"none could be started .*no more processes"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction import forking
+from autobatch.prediction import child_process
 from autobatch.prediction.child_process import run_apart
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux forks here")
@@ -25,8 +25,8 @@ def system_fork(request, monkeypatch):
     """What makes a child: the C library's own function, or the system call of older ones."""
     if request.param == "clone":
         library = ctypes.PyDLL(None, use_errno=True)
-        number = forking._CLONE[os.uname().machine]
-        monkeypatch.setattr(forking, "_find_fork", lambda: forking._make_clone(library, number))
+        number = child_process._CLONE[os.uname().machine]
+        monkeypatch.setattr(child_process, "_find_fork", lambda: child_process._make_clone(library, number))
     elif not hasattr(ctypes.CDLL(None), "_Fork"):
         pytest.skip("the C library is older")
 
@@ -34,7 +34,7 @@ def system_fork(request, monkeypatch):
 @pytest.fixture
 def quiet(system_fork, monkeypatch):
     """Forks as on a build with CUDA."""
-    monkeypatch.setattr(forking, "has_cards_threads", lambda: True)
+    monkeypatch.setattr(child_process, "has_cards_threads", lambda: True)
 
 
 def backward():
@@ -61,7 +61,7 @@ def test_a_child_has_children_of_its_own():
 def test_handlers_of_libraries_are_not_run(monkeypatch):
     """Autograd's own handler says in a child that no backward pass can run there."""
     # The child that compares is forked plainly: NumPy's handlers wait forever where they were left out once before.
-    monkeypatch.setattr(forking, "has_cards_threads", lambda: False)
+    monkeypatch.setattr(child_process, "has_cards_threads", lambda: False)
     libc = ctypes.CDLL(None)
 
     def status_of(fork):
@@ -73,7 +73,7 @@ def test_handlers_of_libraries_are_not_run(monkeypatch):
     def compare():  # a handler stays for the life of a process, so it is a child that gets one
         faulthandler.disable()
         libc.__register_atfork(None, None, libc.abort, None)
-        return status_of(os.fork), status_of(forking.fork_without_handlers)
+        return status_of(os.fork), status_of(child_process.fork_without_handlers)
 
     assert run_apart(compare, 30) == (-signal.SIGABRT, 3)
 
@@ -109,17 +109,17 @@ def test_a_system_without_processes_says_so(monkeypatch):
         ctypes.set_errno(errno.EAGAIN)
         return -1
 
-    monkeypatch.setattr(forking, "_find_fork", lambda: refuse)
-    monkeypatch.setattr(forking, "has_cards_threads", lambda: True)
+    monkeypatch.setattr(child_process, "_find_fork", lambda: refuse)
+    monkeypatch.setattr(child_process, "has_cards_threads", lambda: True)
     with pytest.raises(InvalidArgument, match=f"none could be started .*{os.strerror(errno.EAGAIN)}"):
         run_apart(lambda: 3)
 
 
 def test_where_there_is_no_such_fork_a_plain_one_is_made(monkeypatch):
     """On an unknown processor with an old C library."""
-    monkeypatch.setattr(forking, "_find_fork", lambda: None)
+    monkeypatch.setattr(child_process, "_find_fork", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert not forking.has_cards_threads()
+    assert not child_process.has_cards_threads()
     assert run_apart(backward, 30)[1] == [2.0, 2.0, 2.0]
 
 

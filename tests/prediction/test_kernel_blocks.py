@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.prediction.cards import find_gpu
-from autobatch.prediction.kernel_blocks import buffer_bytes
+from autobatch.prediction.workspaces import buffer_bytes
 
 pytestmark = pytest.mark.quick
 

@@ -14,7 +14,7 @@ from autobatch.prediction.cards import find_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.timeline import combine
-from autobatch.prediction.tracing.kernel_memory import find_buffers
+from autobatch.prediction.tracing.kernels import find_buffers
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
 

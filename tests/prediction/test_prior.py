@@ -27,10 +27,9 @@ from autobatch.planning.next_trial import choose_size, most_trials, next_size
 from autobatch.prediction.cards import make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.prior import Expectation, FirstStep, _TrialEstimate, expect_largest
+from autobatch.prediction.prior import Expectation, FirstStep, TrialReplay, _TrialEstimate, expect_largest
 from autobatch.prediction.timeline import combine
 from autobatch.prediction.tracing.trace import trace, trace_timeline
-from autobatch.prediction.trial_replay import TrialReplay
 from autobatch.records import Trial
 from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice
@@ -180,7 +179,7 @@ def test_the_expectation_is_the_largest_that_fits():
     batch, workload = workload_of("transformer")
     estimate = on_any_card(run_apart(lambda: trace_timeline(workload, describe(batch))))
     sizes = useful_sizes(64, 64)
-    trial = TrialReplay(estimate)
+    trial = TrialReplay.of(estimate)
     limit = trial.reserved(16)  # what is smaller than a segment takes one, so more samples may take as much
     largest = max(size for size in sizes if trial.reserved(size) <= limit)
     expected = expect_largest(workload, describe(batch), limit, sizes)
@@ -238,7 +237,7 @@ def test_the_limit_is_compared_with_what_that_allocator_holds(monkeypatch):
     timeline = run_apart(lambda: trace_timeline(workload, describe(batch)))
     card = make_gpu("any", 0, source="")
     estimates = [Estimate(timeline, expandable_segments=which).on_card(card) for which in (False, True)]
-    fixed, expandable = (TrialReplay(estimate).reserved(500_000) for estimate in estimates)
+    fixed, expandable = (TrialReplay.of(estimate).reserved(500_000) for estimate in estimates)
     assert abs(fixed - expandable) >= 2**20
     sizes, limit = useful_sizes(10**6, 10**6), max(fixed, expandable) - 1
     # Then what the environment says counts, of which torch keeps a copy otherwise.
@@ -255,7 +254,7 @@ def test_the_limit_is_compared_with_what_that_allocator_holds(monkeypatch):
 def test_a_first_step_that_holds_what_was_predicted_confirms_it():
     """To a sixteenth of its tensors; where cuBLAS has its two workspaces already they are not counted twice."""
     batch, workload = workload_of("transformer")
-    trial = TrialReplay(on_any_card(run_apart(lambda: trace_timeline(workload, describe(batch)))))
+    trial = TrialReplay.of(on_any_card(run_apart(lambda: trace_timeline(workload, describe(batch)))))
     left, tensors = trial.forward
     sizes, limit, before = useful_sizes(256, 256), 2**28, trial.resident_bytes + 2**26 + 2 * (left - tensors)
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.planning.division import balance, useful_sizes
-from autobatch.prediction.card_table import COMMON
-from autobatch.prediction.cards import GPUS, find_gpu, make_gpu
+from autobatch.prediction.cards import COMMON, GPUS, find_gpu, make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.sizing import Sizing, find_limit

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.timeline import Block, TracedStep, align, combine, continue_as
+from autobatch.prediction.timeline import Block, TracedStep, align, combine
 
 pytestmark = pytest.mark.quick
 
@@ -58,97 +58,6 @@ def test_a_step_at_any_size_is_a_valid_record():
 
 def _convolution(samples, channels):
     return Convolution("forward", (samples, channels, 8, 8), (4, channels, 3, 3), (1, 1), (1, 1), (1, 1))
-
-
-_RUNS = {"forward": "activation", "backward": "temporary"}
-
-
-def _two_steps(n, repeated, *, weight=100, state=12, temporary=8, later=None, convolved=False, outlives=None, turned=0):
-    """A step of one micro-batch and its update, twice, and the first of them; bytes at 0 samples and of each."""
-    made, sizes, order, ends = [_WEIGHT], [weight], [1], []
-    for step, blocks in enumerate((repeated, repeated if later is None else later)):
-        first = len(sizes)
-        for index, (fixed, slope) in enumerate(blocks):
-            phase = ("forward", "backward")[index % 2]
-            made.append(Block(phase=phase, kind=_RUNS[phase], module=str(index)))
-            sizes.append(fixed + slope * n)
-        made.append(Block(phase="optimizer", kind="temporary"))
-        sizes.append(temporary)
-        freed = [index for index in range(first, len(sizes)) if step or index - first != outlives]
-        order += [*range(first + 1, len(sizes) + 1), *(-index - 1 for index in freed[turned:] + freed[:turned])]
-        if not step:
-            made.append(Block(phase="optimizer", kind="optimizer state"))
-            sizes.append(state)
-            order.append(len(sizes))
-        ends.append((len(sizes), len(order)))
-    blocks = (1, ends[0][0]) if convolved else ()
-    traced = TracedStep(
-        samples=n,
-        order=tuple(order),
-        sizes=tuple(sizes),
-        blocks=tuple(made),
-        convolutions={block: _convolution(n, 3) for block in blocks},
-    )
-    return traced, _cut(traced, *ends[0])
-
-
-def _cut(whole, count, events):
-    return TracedStep(
-        samples=whole.samples,
-        order=whole.order[:events],
-        sizes=whole.sizes[:count],
-        blocks=whole.blocks[:count],
-        convolutions={block: run for block, run in whole.convolutions.items() if block < count},
-    )
-
-
-@given(_affine, st.integers(3, 100), st.booleans())
-def test_a_second_step_follows_from_the_first(repeated, n, convolved):
-    """With as many bytes in each block as a trace of both would have, and with its convolutions."""
-    near, _ = _two_steps(2, repeated, convolved=convolved)
-    far, beginning = _two_steps(n, repeated, convolved=convolved)
-    assert continue_as(near, beginning) == far
-    assert align(near, far) == align(near, continue_as(near, beginning))
-
-
-_FOUR = [(0, 4)] * 4
-
-
-@pytest.mark.parametrize(
-    ("near", "beginning"),
-    [
-        ({}, {"turned": 1}),
-        ({}, {"repeated": [(0, 4)] * 5}),
-        ({"later": [(0, 4)] * 3}, {}),
-        ({"later": [(1, 4)] * 4}, {}),
-        ({"outlives": 1}, {"outlives": 1}),
-        ({"weight": 100}, {"weight": 101}),
-        ({"state": 8}, {"state": 9}),
-        ({"convolved": True}, {}),
-        ({}, {"convolved": True}),
-    ],
-    ids=["frees", "more blocks", "fewer later", "other later", "outlives", "weight", "state", "no more", "more"],
-)
-def test_a_second_step_of_its_own_does_not_follow(near, beginning):
-    """It is then traced at both sizes."""
-    whole, _ = _two_steps(2, **{"repeated": _FOUR, **near})
-    _, other = _two_steps(9, **{"repeated": _FOUR, **beginning})
-    assert continue_as(whole, other) is None
-
-
-def test_blocks_that_are_made_once_and_in_the_second_step_do_not_follow():
-    """Such as a buffer that the second step replaces; nor those of another phase, nor another convolution."""
-    near, _ = _two_steps(2, _FOUR, convolved=True)
-    _, beginning = _two_steps(9, _FOUR, convolved=True)
-    assert continue_as(near, beginning) is not None
-    replaced = near.blocks[-1].model_copy(update={"kind": "buffer"})
-    assert continue_as(near.model_copy(update={"blocks": (*near.blocks[:-1], replaced)}), beginning) is None
-    moved = beginning.blocks[-2].model_copy(update={"phase": "backward"})
-    blocks = (*beginning.blocks[:-2], moved, beginning.blocks[-1])
-    assert continue_as(near, beginning.model_copy(update={"blocks": blocks})) is None
-    first, last = near.convolutions
-    convolutions = {first: near.convolutions[first], last: _convolution(2, 5)}
-    assert continue_as(near.model_copy(update={"convolutions": convolutions}), beginning) is None
 
 
 def test_other_orders_do_not_align():

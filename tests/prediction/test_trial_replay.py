@@ -12,9 +12,9 @@ from autobatch.batch.samples import describe
 from autobatch.prediction.allocator import simulate
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
+from autobatch.prediction.prior import TrialReplay
 from autobatch.prediction.timeline import Block, TracedStep, align
 from autobatch.prediction.tracing.trace import trace_timeline
-from autobatch.prediction.trial_replay import TrialReplay
 from autobatch.step.workload import Workload
 
 MIB = 2**20
@@ -49,7 +49,7 @@ TIMELINE = align(make_step(2), make_step(3))
 def test_a_trial_begins_after_a_first_step_of_two_samples():
     """Parameter and state are there, each in a segment of its own, and no cache of the first step."""
     assert TIMELINE is not None
-    replay = TrialReplay(Estimate(TIMELINE))
+    replay = TrialReplay.of(Estimate(TIMELINE))
     for samples in (2, 5, 40):
         assert replay.reserved(samples) == (30 + 40 + 11 * samples + samples % 2 + 12 + 30) * MIB
 
@@ -57,7 +57,7 @@ def test_a_trial_begins_after_a_first_step_of_two_samples():
 def test_the_forward_pass_leaves_what_backward_needs():
     """Of two samples, beside what was there."""
     assert TIMELINE is not None
-    replay = TrialReplay(Estimate(TIMELINE))
+    replay = TrialReplay.of(Estimate(TIMELINE))
     assert replay.resident_bytes == 30 * MIB
     assert replay.forward == (22 * MIB, 22 * MIB)
 
@@ -70,14 +70,13 @@ def test_released_caches_are_not_reserved_and_peaks_begin_there():
     assert (released.reserved, released.allocated, released.allocated_at_end) == (30 * MIB, 30 * MIB, 30 * MIB)
 
 
-def test_steps_that_are_not_two_of_two_micro_batches_are_refused():
-    """Their parts could not be distinguished."""
+def test_steps_that_are_not_two_of_two_micro_batches_are_not_replayed():
+    """Their parts cannot be told apart."""
     one = TracedStep(samples=2, order=(1,), sizes=(512,), blocks=(Block(phase="forward", kind="activation"),))
     two = one.model_copy(update={"samples": 3})
     timeline = align(one, two)
     assert timeline is not None
-    with pytest.raises(ValueError, match="4 forward passes, not 1"):
-        TrialReplay(Estimate(timeline)).reserved(4)
+    assert TrialReplay.of(Estimate(timeline)) is None
 
 
 def without_optimizer():
@@ -103,7 +102,7 @@ def without_memory_in_the_update():
 def test_parts_are_found_in_real_traces(make):
     """With and without an optimizer: a trial holds at least its tensors, and grows with its samples."""
     workload, batch = make()
-    replay = TrialReplay(Estimate(run_apart(lambda: trace_timeline(workload, describe(batch)))))
+    replay = TrialReplay.of(Estimate(run_apart(lambda: trace_timeline(workload, describe(batch)))))
     parameters = sum(parameter.numel() * 4 for parameter in workload.model.parameters())
     assert parameters <= replay.resident_bytes <= 2 * parameters + 2**16
     assert 0 < replay.forward.in_tensors <= replay.forward.left

@@ -1,9 +1,7 @@
-"""Runs scaled dot product attention as CUDA does: which kernel, and what that one saves for the backward pass.
+"""Runs scaled dot product attention as CUDA does: which kernel, and what it saves for the backward pass.
 
-Covers ``F.scaled_dot_product_attention`` by the rules of ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` for
-compute capability 8.0 or more, and the switches of ``torch.nn.attention.sdpa_kernel``. Does not cover nested tensors,
-nor that Hopper cards prefer cuDNN's kernel, which saves as much as flash: it is taken where no other is enabled. On a
-fake device torch itself would always take the plain formula, with 20 to 50 times the memory.
+The rules are those of ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` for compute capability 8.0 or more. On
+a fake device torch would take the plain formula, with 20 to 50 times the memory.
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
@@ -14,8 +12,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-__all__ = ["Attention", "choose_kernel", "register"]
-
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -23,23 +19,23 @@ _aten = torch.ops.aten
 
 
 class Attention(NamedTuple):
-    """One call's arguments; the key may have fewer heads where several query heads share one (``grouped``)."""
+    """The arguments of one call."""
 
     query: torch.Tensor  # [..., heads, queries, width]
     key: torch.Tensor  # [..., heads, keys, width]
     value: torch.Tensor
-    mask: torch.Tensor | None = None  # boolean or added; broadcasts to [..., heads, queries, keys]
+    mask: torch.Tensor | None = None  # boolean or added
     dropout: float = 0.0
     causal: bool = False
     scale: float | None = None  # None for 1 / sqrt(width)
-    grouped: bool = False
+    grouped: bool = False  # several query heads share a head of keys
 
 
 def choose_kernel(call: Attention) -> Kernel:
-    """The first of flash, memory-efficient, cuDNN's and plain that takes these tensors and is enabled, as CUDA chooses.
+    """Choose as CUDA does: the first enabled kernel that takes these tensors.
 
-    Raises:
-        RuntimeError: As torch does, where none that is enabled takes them.
+    Hopper cards prefer cuDNN's kernel, which saves as much as flash; here it is taken only if no other is enabled.
+    Raises ``RuntimeError`` as torch does if no enabled kernel takes the tensors.
     """
     switches = torch.backends.cuda
     if _is_plain(call):
@@ -83,8 +79,7 @@ def _suits_efficient(call: Attention) -> bool:
 
 
 def _suits_cudnn(call: Attention) -> bool:
-    """Widths above 128 need a Hopper card."""
-    widths = (call.query.shape[-1], call.value.shape[-1])
+    widths = (call.query.shape[-1], call.value.shape[-1])  # above 128 only on Hopper
     heads_divide = call.query.shape[1] % call.key.shape[1] == 0 and (call.grouped or _heads_agree(call))
     return call.query.dtype in _HALF and heads_divide and all(width % 8 == 0 and width <= 256 for width in widths)
 
@@ -130,7 +125,7 @@ def _run_flash(call: Attention) -> torch.Tensor:
 
 
 def _bias_of(call: Attention) -> torch.Tensor | None:
-    """The mask as the kernel wants it: added, in the query's dtype, with rows padded to 16 elements in memory."""
+    """The mask as the kernel wants it: added, in the query's dtype, its rows padded to 16 elements in memory."""
     bias = call.mask
     if bias is None:
         return None
@@ -144,7 +139,7 @@ def _bias_of(call: Attention) -> torch.Tensor | None:
 
 
 def register() -> torch.library.Library:
-    """Run attention so on the fake device, for as long as the result is referenced."""
+    """Run attention so on the fake device, as long as the result is referenced."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attend, "AutogradPrivateUse1")
     return library

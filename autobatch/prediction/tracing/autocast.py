@@ -1,9 +1,7 @@
 """Applies CUDA's autocast rules on the fake device: the same operators, and the same cache of cast weights.
 
-Covers the operator lists of ``ATen/autocast_mode.h`` (torch 2.13), the copies of float32 weights that stay until the
-outermost region ends, and the user's ``torch.autocast("cuda")``, which means the fake device while a step is traced.
-Does not cover ``binary_cross_entropy``, which CUDA refuses, nor operators that a library casts by its own rules
-(``custom_fwd``).
+The operators are those of ``ATen/autocast_mode.h`` (torch 2.13). While a step is traced, ``torch.autocast("cuda")``
+means the fake device.
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
@@ -16,8 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-__all__ = ["redirect", "register"]
 
 _KEY = "AutocastPrivateUse1"
 
@@ -45,14 +41,14 @@ _OPERATORS = {
     """,
     _WIDEST: "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
 }
-"""By the precision in which they run: the lower one, float32, float32 by an argument of their own, their widest."""
+"""By precision: the lower one, float32, float32 by an argument, the widest of their arguments."""
 
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-"""Weights, each with its copy in the lower precision, which is made once in the outermost autocast region."""
+"""Weights with their copies in the lower precision, made once in the outermost autocast region."""
 
 
 def register(device_type: str) -> tuple[Any, ...]:
-    """Give the fake device CUDA's autocast rules, for as long as the result is referenced."""
+    """Give the fake device CUDA's autocast rules, as long as the result is referenced."""
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(torch.library.fallthrough_kernel, _KEY)
     library = torch.library.Library("aten", "IMPL")
@@ -88,7 +84,7 @@ def _make_kernel(operator: Any, rule: str, device_type: str) -> Callable[..., An
             is_wide = any(is_eligible(value) and value.dtype == torch.float32 for value in args)
             is_lower = rule == _LOWER or (rule == _WIDEST and not is_wide)
             dtype = torch.get_autocast_dtype(device_type) if is_lower else torch.float32
-            # The last argument first, as in torch's Linux builds: GCC evaluates a call's arguments from right to left.
+            # Last argument first, as in torch's Linux builds: GCC evaluates a call's arguments from right to left.
             options = {name: cast(kwargs[name], dtype) for name in reversed(kwargs)}
             values = [cast(value, dtype) for value in reversed(args)]
             return operator(*reversed(values), **options)
@@ -109,10 +105,10 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype, *, caches: bool) -> torch.Te
 
 @contextmanager
 def redirect(target: str, from_types: Collection[str]) -> Iterator[None]:
-    """While this lasts, autocast regions of this thread for any of ``from_types`` are regions of ``target``.
+    """Make this thread's autocast regions for any of ``from_types`` regions of ``target``.
 
-    ``torch.autocast("cuda")`` disables itself where there is no CUDA, and the user's object may be older than this
-    block, so both its constructor and its entrance are patched; objects are as before once a region has been left.
+    ``torch.autocast("cuda")`` disables itself without CUDA, and the user's object may be older than this block. So the
+    constructor and the entrance are patched.
     """
     region: Any = torch.amp.autocast_mode.autocast
     construct, enter, leave = region.__init__, region.__enter__, region.__exit__

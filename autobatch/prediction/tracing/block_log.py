@@ -1,8 +1,4 @@
-"""Logs the blocks of a traced step: bytes, purpose, and the order in which they are made and freed.
-
-Covers blocks of storages, and what kernels take that no tensor shows: buffers, workspaces, handles of cuBLAS. Does not
-cover which storages there are (``recording``), nor which kernels take how much (``kernel_memory``, ``convolutions``).
-"""
+"""Logs the blocks of a traced step: bytes, purpose, and the order of their allocations and ends."""
 
 # ruff: noqa: SLF001 - torch has no public name for the thread that runs
 
@@ -18,10 +14,8 @@ import torch
 from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.prediction.timeline import Block, Kind, Phase, Stream, TracedStep
 from autobatch.prediction.tracing.convolutions import find_calls
-from autobatch.prediction.tracing.kernel_memory import find_sum, uses_cublas
+from autobatch.prediction.tracing.kernels import find_sum, uses_cublas
 from autobatch.prediction.tracing.operators import is_on_device
-
-__all__ = ["BlockLog", "StorageReference"]
 
 
 class StorageReference(weakref.ref[torch.UntypedStorage]):
@@ -33,27 +27,20 @@ class StorageReference(weakref.ref[torch.UntypedStorage]):
 
 
 class BlockLog:
-    """What one step has made and freed so far.
-
-    Attributes:
-        phase: Of the blocks that are made from now on.
-        sizes: Bytes, by block.
-        labels: Phase, kind, submodule and stream, by block.
-        events: As ``TracedStep.order``, but for a storage that has ended: its weak reference.
-    """
+    """The blocks that one step has made and freed so far."""
 
     def __init__(self, module: Callable[[], str]) -> None:
         self.phase: Phase = "before"
-        self.sizes: list[int] = []
-        self.labels: list[tuple[Phase, Kind, str, Stream]] = []
-        self.events: list[int | StorageReference] = []
+        self.sizes: list[int] = []  # bytes by block
+        self.labels: list[tuple[Phase, Kind, str, Stream]] = []  # by block
+        self.events: list[int | StorageReference] = []  # as TracedStep.order, with weak references of ended storages
         self._module = module
         self._stream: Stream = "compute"
         self._convolutions: dict[int, Convolution] = {}  # by the block of its workspace
-        self._handles: set[bool] = set()  # of cuBLAS: in the calling thread, in autograd's
+        self._handles: set[bool] = set()  # whether in autograd's thread
 
     def make(self, size: int, kind: Kind) -> int:
-        """Log a new block, and return its entry in the order: its negative is that of its end."""
+        """Log a new block, and return its entry in the order; the negative entry is its end."""
         self.sizes.append(size)
         self.labels.append((self.phase, kind, self._module(), self._stream))
         self.events.append(len(self.sizes))
@@ -61,7 +48,7 @@ class BlockLog:
 
     @contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
-        """What is made while this lasts is allocated on that stream."""
+        """Allocate on that stream within this block."""
         before, self._stream = self._stream, stream
         try:
             yield
@@ -69,7 +56,7 @@ class BlockLog:
             self._stream = before
 
     def record_kernel(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """What the operator's kernel takes beside tensors: for itself, or once and for good."""
+        """Log what the operator's kernel takes beside tensors."""
         for call in find_calls(func, args, result) if is_on_device(args[0] if args else None) else ():
             self._borrow(*((copied, "temporary") for copied in call.copied_bytes), (0, "cuDNN workspace"))
             self._convolutions[len(self.sizes) - 1] = call.convolution
@@ -80,7 +67,7 @@ class BlockLog:
             self._take_handle()
 
     def record_buffers(self, sizes: Sequence[int], order: Sequence[int], record_results: Callable[[], None]) -> None:
-        """The results of an operator, and what it takes before and after they are made (``find_buffers``)."""
+        """Log an operator's buffers (``find_buffers``) around its results."""
         blocks: dict[int, int] = {}
         for entry in order:
             if entry == 0:
@@ -91,7 +78,7 @@ class BlockLog:
                 blocks[entry] = self.make(sizes[entry - 1], "temporary")
 
     def finish(self, samples: int) -> TracedStep:
-        """All that was logged."""
+        """Return all that was logged."""
         made = {
             (phase, kind, module, stream): Block(phase=phase, kind=kind, module=module, stream=stream)
             for phase, kind, module, stream in dict.fromkeys(self.labels)
@@ -105,12 +92,11 @@ class BlockLog:
         )
 
     def _borrow(self, *blocks: tuple[int, Kind]) -> None:
-        """Blocks that are there together, and end at once."""
         entries = [self.make(byte_count, kind) for byte_count, kind in blocks]
         self.events += [-entry for entry in entries]
 
     def _take_handle(self) -> None:
-        """Each thread has a handle of cuBLAS: the caller's, and autograd's for the backward pass."""
+        # Each thread has a handle of cuBLAS: the caller's, and autograd's for the backward pass.
         is_backward = torch._C._current_graph_task_id() != -1
         if is_backward not in self._handles:
             self._handles.add(is_backward)

@@ -1,9 +1,7 @@
 """Reads the calls of cuDNN that a traced convolution makes, and lays its results out as cuDNN does.
 
-Covers which convolutions torch gives to cuDNN on a card (``aten/src/ATen/native/Convolution.cpp``, torch 2.13): forward
-and backward, transposed, grouped, of one to three dimensions; the copies that it makes of what is laid out otherwise;
-and channels last, which fake tensors of a device that is not CUDA lose. Does not cover workspaces
-(``prediction.cudnn``), nor convolutions of more than 2^31 numbers, which torch runs in parts.
+The rules are those of ``aten/src/ATen/native/Convolution.cpp`` (torch 2.13). Fake tensors lose channels last on devices
+other than CUDA.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from torch._prims_common import suggest_memory_format
 
 from autobatch.prediction.cudnn.convolution import Convolution
 
-__all__ = ["CudnnCall", "find_calls", "find_layout"]
-
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -24,19 +20,14 @@ _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class CudnnCall(NamedTuple):
-    """One call of cuDNN.
-
-    Attributes:
-        convolution: What it computes.
-        copied_bytes: Of each tensor that is copied before, as it is laid out otherwise; freed after the call.
-    """
+    """One call of cuDNN."""
 
     convolution: Convolution
-    copied_bytes: tuple[int, ...]
+    copied_bytes: tuple[int, ...]  # of each tensor in another layout, which is copied for the call
 
 
 class _Given(NamedTuple):
-    """The arguments of a convolution, with two dimensions of space for one."""
+    """The arguments of a convolution; one dimension of space becomes two."""
 
     inputs: torch.Tensor
     weight: torch.Tensor
@@ -48,7 +39,7 @@ class _Given(NamedTuple):
 
 
 def find_calls(func: Any, args: tuple[Any, ...], result: Any) -> list[CudnnCall]:
-    """The calls that an operator makes, in order; none where it is no convolution, or torch has a kernel of its own."""
+    """List the calls of an operator in order; empty for other operators, and if torch has its own kernel."""
     if func is _FORWARD:
         given = _read(args[0], args[1], *args[3:7], args[8])
         outputs, kinds = _with_two_dimensions(result), ["forward"]
@@ -64,7 +55,7 @@ def find_calls(func: Any, args: tuple[Any, ...], result: Any) -> list[CudnnCall]
 
 
 def find_layout(func: Any, args: tuple[Any, ...]) -> torch.memory_format | None:
-    """How a convolution's results lie on a card; ``None`` where that is as fake tensors have it: channels first."""
+    """Find how a convolution's results lie on a card; ``None`` for channels first, as fake tensors have it."""
     if func is not _FORWARD and func is not _BACKWARD:
         return None
     inputs, weight = args[:2] if func is _FORWARD else args[1:3]
@@ -73,7 +64,7 @@ def find_layout(func: Any, args: tuple[Any, ...]) -> torch.memory_format | None:
 
 
 def _choose_layout(inputs: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """Channels last where input or weight are, but in float64 (``cudnn_conv_suggest_memory_format`` in ConvUtils.h)."""
+    """Channels last if input or weight are, except in float64 (``cudnn_conv_suggest_memory_format``)."""
     if inputs.dim() not in _LAYOUTS or torch.float64 in (inputs.dtype, weight.dtype):
         return torch.contiguous_format
     last = _LAYOUTS[inputs.dim()]
@@ -104,41 +95,12 @@ def _runs_in_cudnn(given: _Given) -> bool:
         and given.inputs.shape[1] == given.groups > 1
         and given.weight.shape[0] % given.inputs.shape[1] == 0
     )
-    if not is_depthwise or _choose_layout(given.inputs, given.weight) is not torch.contiguous_format:
-        return True
-    return _is_fast_depthwise(given)
-
-
-def _is_fast_depthwise(given: _Given) -> bool:
-    """The depthwise convolutions in float16 for which torch prefers cuDNN to its own kernel.
-
-    ``ConvParams::use_cudnn_depthwise`` and ``check_cudnn_depthwise_workload_with_filter`` in Convolution.cpp.
-    """
-    if given.inputs.dim() != 4 or given.inputs.dtype is not torch.float16 or {*given.dilation} != {1}:
-        return False
-    channels, height = given.inputs.shape[1:3]
-    if channels < 32 or (given.stride[0] != given.stride[1] and height > 1):
-        return False
-    if height == 1 and given.stride[1] == 1:
-        return True
-    if given.weight.shape[2] != given.weight.shape[3]:
-        return False
-    return _is_fast_square(tuple(given.inputs.shape), given.weight.shape[3], given.stride[1])
-
-
-def _is_fast_square(inputs: tuple[int, ...], kernel: int, stride: int) -> bool:
-    samples, channels, _, width = inputs
-    if kernel not in (1, 3, 5) or width < 7 or stride > 2:
-        return False
-    if stride == 1 or (samples == 1 and (kernel > 1 or width <= 28)):
-        return True
-    if kernel == 1 or samples == 1:
-        return samples <= 16 and channels >= 128 and width <= 7
-    return channels >= 512 or (channels >= 256 and width >= 28)
+    # Depthwise with channels first: torch's own kernel, except some sizes in float16.
+    return not is_depthwise or _choose_layout(given.inputs, given.weight) is not torch.contiguous_format
 
 
 def _describe(kind: Any, given: _Given, outputs: torch.Tensor) -> CudnnCall:
-    """The call for one pass; a transposed convolution is the gradient of the one whose input is its output."""
+    """The call for one pass; a transposed convolution is the input gradient of an ordinary one."""
     inputs, layout = given.inputs, _choose_layout(given.inputs, given.weight)
     read = {"forward": (inputs, given.weight), "input gradient": (outputs, given.weight)}.get(kind, (outputs, inputs))
     if given.transposed:

@@ -1,9 +1,4 @@
-"""Explains why a step could not be traced, with the user's own line.
-
-Covers what fake tensors raise where a step needs values, tensors on two devices, and any other error on the fake
-device. Does not cover what is refused before a step runs (``fake_model``, ``fake_device``), nor losses
-(``step.losses``).
-"""
+"""Explains why a step could not be traced, with the user's own line."""
 
 from __future__ import annotations
 
@@ -25,11 +20,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.fake_device import DEVICE
 
-__all__ = ["TooLong", "explain"]
-
 _RAISES_ON_CARDS = ("Expected all tensors to be on the same device", "No available kernel", "cudnn RNN backward")
-"""What torch says on cards too, and begins with: tensors of two devices, an attention kernel that was forced, a
-recurrent layer in eval mode."""
+"""Beginnings of torch's messages that cards raise too."""
 
 _NO_VALUES = "needs a tensor's value, and there are none: leave it out of the step, or run fit() on a GPU"
 _READS = (
@@ -37,7 +29,7 @@ _READS = (
     ".tolist() is not supported for tensor subclasses",
     "unsupported format string passed to FakeTensor.__format__",
 )
-"""What torch says where a fake tensor is read, in other words than of its value."""
+"""Other messages of torch when a fake tensor is read."""
 
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _PACKAGES = (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[2])  # torch and this one
@@ -47,11 +39,11 @@ _LONGEST = 120
 
 
 class TooLong(InvalidArgument):
-    """A trace has become longer than it may be."""
+    """A trace has too many events."""
 
 
 def explain(error: Exception) -> str:
-    """One line: where in the user's code, what happened there, and what to do."""
+    """One line: the place in the user's code, what happened, and what to do."""
     return f"{_line_of(error)} {_cause_of(error)}"
 
 
@@ -78,7 +70,7 @@ def _cause_of(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> str:
-    """The user's innermost line; also the innermost one of an installed package, where that called torch."""
+    """The user's innermost line, and that of an installed package if it called torch."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not _is_librarys(frame.filename)]
     own = [frame for frame in theirs if not _INSTALLED.search(frame.filename)]
@@ -90,12 +82,10 @@ def _line_of(error: Exception) -> str:
 
 
 def _is_librarys(file: str) -> bool:
-    """Whether no user wrote it: torch, this package, Python's own library."""
     return file.startswith(_OURS) or (file.startswith(_LIBRARY) and not _INSTALLED.search(file))
 
 
 def _show(frame: traceback.FrameSummary) -> str:
-    """``file:line`` and the source, where there is one: not of ``exec`` and some notebooks."""
     source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
     if not source:
         return f"{frame.filename}:{frame.lineno}"

@@ -1,10 +1,8 @@
 """Registers a GPU that is not there: a torch device whose tensors have shapes, dtypes and lifetimes, but no memory.
 
-Covers what torch's Python code asks of a device, and the user's names for one while a step is traced. The device takes
-torch's one free backend slot (PrivateUse1), so it works on every build: fake ``cuda`` tensors abort the process on
-builds without CUDA, and fail in the backward pass on CUDA builds without a GPU (measured with torch 2.13 and 2.11).
-Torch cannot unregister it; afterwards ``torch.accelerator`` names it, though as not available. Does not cover which
-kernels CUDA would choose (``attention``, ``autocast``, ``convolutions``, ``kernels``).
+The device takes torch's one free backend slot (PrivateUse1), so it works on every build. Fake ``cuda`` tensors abort
+the process on builds without CUDA, and fail in the backward pass on CUDA builds without a GPU (torch 2.11 and 2.13).
+Torch cannot unregister the device; afterwards ``torch.accelerator`` names it, though as not available.
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
@@ -23,35 +21,28 @@ from autobatch._torch_versions import OLDEST_TO_PREDICT, format_release
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing import attention, autocast, kernels, recurrent
 
-__all__ = ["DEVICE", "DEVICE_TYPE", "DeviceNames", "original_errors", "present", "register", "without_waiting"]
-
 DEVICE_TYPE = "fakegpu"
 DEVICE = f"{DEVICE_TYPE}:0"
 
 _ONE_KERNEL = ("silu_backward", "mish_backward", "_fused_rms_norm")
-"""Operators that are one kernel on CPU and CUDA and that torch writes out in several for any other device: five
-temporaries of the largest activations, which put the peak reserved of some networks 40 % too high."""
+"""Operators of one kernel that torch decomposes on other devices: five temporaries of the largest activations, which
+put the peak reserved of some networks 40 % too high."""
 
 _WAITS = ("synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats")
-"""Functions of ``torch.cuda`` that change no tensor. Without a card they raise; in a child of a process that has one
-they must not run."""
+"""Functions of ``torch.cuda`` that change no tensor; they raise without a card, and must not run in a child."""
 
 _IS_CUDA: Any = vars(torch._C.TensorBase)["is_cuda"].__get__
 
-# Any function of Python's own that does nothing: calling it through ctypes raises an error that is already set.
+# A function of Python that does nothing: ctypes then raises an error that is already set.
 _PROBE = ctypes.pythonapi.PyErr_Occurred
 _PROBE.restype, _PROBE.argtypes = None, ()
 _rescued: list[BaseException] = []
 
 
 class _FakeGpu:
-    """The module ``torch.fakegpu``, which torch's own code asks about the device.
+    """The module ``torch.fakegpu``, which torch asks about the device."""
 
-    Attributes:
-        is_present: Only while a step is traced; else torch and others would take it for this machine's accelerator.
-    """
-
-    is_present = False
+    is_present = False  # only while a step is traced; else others would take it for this machine's accelerator
 
     def is_available(self) -> bool:
         return self.is_present
@@ -71,7 +62,7 @@ class _FakeGpu:
         return torch.empty(0, dtype=torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Random numbers on it have no values, and so no state."""
+        """Do nothing: random numbers have no values here, and no state."""
 
     def manual_seed_all(self, seed: int) -> None: ...
 
@@ -87,11 +78,7 @@ _registered: list[Any] = []  # torch holds hooks and guards by reference only
 
 
 def register() -> None:
-    """Register the device with torch, once in a process.
-
-    Raises:
-        InvalidArgument: Another package has taken torch's one slot for such devices.
-    """
+    """Register the device with torch, once in a process."""
     name = torch._C._get_privateuse1_backend_name()
     if name == DEVICE_TYPE and _registered:
         return
@@ -129,38 +116,36 @@ def register() -> None:
     acc.register_python_privateuseone_hook(hooks)
     acc.register_python_privateuseone_device_guard(guard)
     for operator in _ONE_KERNEL:
-        if hasattr(torch.ops.aten, operator):  # older versions of torch do not have each
-            library.impl(operator, _never_run, "PrivateUse1")
+        library.impl(operator, _never_run, "PrivateUse1")
     libraries = (
         attention.register(),
         autocast.register(DEVICE_TYPE),
-        recurrent.register(DEVICE_TYPE),
         kernels.register(),
+        recurrent.register(DEVICE_TYPE),
     )
     _registered.extend((hooks, guard, library, *libraries))
 
 
 def _never_run(*_: Any) -> torch.Tensor:
-    """It only has to exist: fake tensors stop on their way to a kernel."""
+    # It only has to exist: fake tensors stop on their way to a kernel.
     raise InvalidArgument("a fake tensor reached a kernel that has nothing to compute with")
 
 
 def _rescue_error(probe: Callable[[], None] = _PROBE, rescued: list[BaseException] = _rescued) -> None:
-    """Take an error that unwinds through C++ out of Python's hands.
+    """Catch an error that unwinds through C++.
 
-    Autograd asks the guard for its type also while an error of the backward pass unwinds: from a hook, from
-    recomputation, from an operator. Python calls nothing while an error is set, and in a destructor that aborts the
-    process (measured with torch 2.13). ctypes raises an error that is set as any other, so it can be caught.
+    Autograd asks the guard for its type also while an error of the backward pass unwinds. Python calls nothing while an
+    error is set, and in a destructor that aborts the process (torch 2.13). ctypes raises the error, so we can catch it.
     """
     try:
         probe()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, `original_errors` raises it again
+    except BaseException as error:  # noqa: BLE001 - `original_errors` raises it again
         rescued.append(error)
 
 
 @contextmanager
 def original_errors() -> Iterator[None]:
-    """Errors of backward passes on the device leave this block as they were raised."""
+    """Let errors of backward passes leave this block as they were raised."""
     _rescued.clear()
     try:
         yield
@@ -173,10 +158,10 @@ def original_errors() -> Iterator[None]:
 
 @contextmanager
 def present() -> Iterator[None]:
-    """While this lasts, torch sees the device, and backward passes run in the calling thread.
+    """Show the device to torch, and run backward passes in the calling thread.
 
-    torch's autograd starts one thread a device at its first backward pass in a process. It has none for a device that
-    came later, and stops with an internal assertion (``torch/csrc/autograd/engine.cpp``).
+    torch starts one thread a device at the first backward pass of a process. It has none for a device that came later,
+    and stops with an internal assertion (``torch/csrc/autograd/engine.cpp``).
     """
     register()
     _module.is_present = True
@@ -188,11 +173,7 @@ def present() -> Iterator[None]:
 
 
 class DeviceNames(TorchFunctionMode):
-    """While active, devices of ``types`` mean the fake one.
-
-    Covers ``.to("cuda")``, ``.cuda()``, ``device="cuda"`` and ``is_cuda``. Does not cover what a step asks torch about
-    the machine (``torch.cuda.is_available()``), nor comparisons of ``tensor.device.type`` with a string.
-    """
+    """Makes devices of ``types`` mean the fake one: ``.to("cuda")``, ``.cuda()``, ``device="cuda"``, ``is_cuda``."""
 
     def __init__(self, types: Collection[str]) -> None:
         super().__init__()
@@ -225,7 +206,7 @@ class DeviceNames(TorchFunctionMode):
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """While this lasts, ``torch.cuda.synchronize()`` and the like do nothing."""
+    """Make ``torch.cuda.synchronize()`` and the like do nothing."""
     before = {name: getattr(torch.cuda, name) for name in _WAITS}
     vars(torch.cuda).update(dict.fromkeys(_WAITS, lambda *_, **__: None))
     try:

@@ -1,9 +1,7 @@
 """Substitutes fake tensors for those of a model and its optimizer, and follows which module is running.
 
-Covers modules, by exchanging what each one holds (its ``__dict__``) and putting the very same dict back, so that also a
-step that closes over the model meets fake tensors, and whatever it writes into a module is gone afterwards. An
-optimizer is made anew, of the same class with the same options. Does not cover tensors that other objects hold; those
-that need no gradient are replaced when an operator meets them (``recording``).
+Each module's ``__dict__`` is exchanged and put back, so a step that closes over the model meets fake tensors too, and
+whatever it writes into a module is gone afterwards. The optimizer is copied without its state.
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
@@ -33,38 +31,25 @@ from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder, make_fake
 from autobatch.step.reachable import parts_of, walk
 
-__all__ = ["FakeModel", "Location", "modules_of", "shard_shape"]
-
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
 _LEADS = (nn.Module, partial, types.FunctionType, types.MethodType, list, tuple, dict)
-_MOST_REACHED = 10_000  # values on the way from a step to the modules that it uses
+_MOST_REACHED = 10_000  # values between a step and its modules
 
 
 class FakeModel:
-    """One fake tensor for each real one, also for one with two names.
+    """One fake tensor for each real one; needs an active ``FakeMode`` and its recorder.
 
-    Made and used while a ``FakeMode`` and its recorder are active.
+    This rank holds a part of the ``sharded`` parameters, as ``fully_shard`` divides them.
     """
 
     def __init__(self, recorder: Recorder, sharded: Sequence[nn.Parameter] = (), world_size: int = 1) -> None:
-        """Nothing is made yet.
-
-        Args:
-            recorder: The active one.
-            sharded: Real parameters of which this rank holds its part alone, as ``fully_shard`` divides them.
-            world_size: Over how many ranks.
-        """
         self._recorder = recorder
         self._pairs: dict[int, tuple[Any, Any]] = {}
         self._sharded, self._world_size = set(map(id, sharded)), world_size
         self.shards: dict[torch.Tensor, torch.Tensor] = {}  # this rank's parts, by the whole fake parameter
 
     def of(self, tensor: torch.Tensor, kind: Kind = "buffer", module: str = "") -> torch.Tensor:
-        """The fake tensor for a real one, on the fake device.
-
-        Raises:
-            InvalidArgument: Its memory is not that of one dense block.
-        """
+        """The fake tensor for a real one, on the fake device."""
         known = self._pairs.get(id(tensor))
         if known is None:
             is_sharded = id(tensor) in self._sharded
@@ -75,15 +60,14 @@ class FakeModel:
         return fake
 
     def _shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """What the first rank holds."""
         part = nn.Parameter(torch.empty(shard_shape(whole.shape, self._world_size), dtype=whole.dtype, device=DEVICE))
         self.shards[whole] = part.requires_grad_(whole.requires_grad)
         return part
 
     def copy(self, value: Any, *, reads_scalars: bool = False) -> Any:
-        """A tree with fake tensors, in containers of its own; modules and other objects stay.
+        """Copy containers with fake tensors; modules and other objects stay.
 
-        With ``reads_scalars`` a scalar on the host stays one that can be read, such as a learning rate.
+        With ``reads_scalars`` a scalar on the host, such as a learning rate, stays readable.
         """
         if isinstance(value, torch.Tensor):
             if reads_scalars and id(value) not in self._pairs and value.dim() == 0 and value.device.type == "cpu":
@@ -98,7 +82,7 @@ class FakeModel:
 
     @contextmanager
     def substitute(self, modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
-        """While this lasts, these modules hold fake tensors; then what they held before, in the same dicts."""
+        """Let these modules hold fake tensors within this block; afterwards they have their own dicts again."""
         for name, module in modules:
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -116,11 +100,11 @@ class FakeModel:
                 object.__setattr__(module, "__dict__", original)
 
     def optimizer(self, optimizer: Any) -> Any:
-        """An optimizer of the same class with the same options on fake tensors, without state and step hooks."""
+        """Make an optimizer of the same class and options on fake tensors, without state and step hooks."""
         if isinstance(optimizer, SeveralOptimizers):
             return SeveralOptimizers([self.optimizer(member) for member in optimizer.members])
         if (known := self._pairs.get(id(optimizer))) is not None:
-            return known[1]  # it holds itself, or two hold it
+            return known[1]  # it holds itself, or two others hold it
         fake = object.__new__(type(optimizer))
         self._pairs[id(optimizer)] = optimizer, fake
         for name, value in own_table(optimizer).items():
@@ -159,15 +143,12 @@ class FakeModel:
 
 
 def shard_shape(whole: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """What each rank holds of a parameter: rows as ``torch.chunk`` divides them, the last ones padded."""
+    """Shape of each rank's part: rows as ``torch.chunk`` divides them, the last ones padded."""
     return (-(-whole[0] // world_size), *whole[1:]) if whole else ()
 
 
 def _choose_foreach(optimizer: Any) -> None:
-    """As torch chooses on a card by default: all parameters at once, with temporaries as large as they are.
-
-    ``torch/optim/optimizer.py`` looks at the parameters' type, and fake tensors are not of the type that it looks for.
-    """
+    """Choose ``foreach`` as torch does on a card: ``torch/optim/optimizer.py`` does not know the fake tensors' type."""
     modules = {kind.__module__ for kind in type(optimizer).__mro__} - {torch.optim.Optimizer.__module__}
     if not any(hasattr(sys.modules.get(module), "_default_to_fused_or_foreach") for module in modules):
         return
@@ -192,10 +173,7 @@ def _imitate(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def modules_of(model: nn.Module, step: Callable[..., Any]) -> list[tuple[str, nn.Module]]:
-    """The model's modules and those that the step closes over, each once, named; inner ones first.
-
-    That is the order in which ``model.to("cuda")`` allocates (``nn.Module._apply``).
-    """
+    """List the modules of the model and of the step, inner ones first, as ``model.to("cuda")`` allocates."""
     names = {id(module): name for name, module in model.named_modules()}
     seen: set[int] = set()
     found: list[tuple[str, nn.Module]] = []
@@ -214,7 +192,6 @@ def modules_of(model: nn.Module, step: Callable[..., Any]) -> list[tuple[str, nn
 
 
 def _lead_on(value: Any) -> Iterator[Any]:
-    """Where a function leads: bound arguments, its closure, the globals it names, attributes; modules lead nowhere."""
     return iter(()) if isinstance(value, nn.Module) else parts_of(value, _attributes)
 
 
@@ -223,10 +200,9 @@ def _attributes(value: Any) -> Iterator[Any]:
 
 
 class Location:
-    """The qualified name of the submodule that is running, or whose backward pass is.
+    """Follows which submodule is running, or its backward pass.
 
-    Forward passes are followed by global module hooks, which leave the user's own alone; backward passes by the number
-    that autograd gives each node when the forward pass makes it.
+    Global module hooks follow forward passes. The sequence number of an autograd node leads to its forward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -237,7 +213,7 @@ class Location:
         self._thread = threading.get_ident()
 
     def name(self) -> str:
-        """The innermost submodule in its forward pass, else the one whose node autograd runs, else ""."""
+        """Qualified name of the innermost running submodule, or of the module whose node autograd runs, or ""."""
         if self._stack:
             return self._stack[-1]
         node = torch._C._current_autograd_node()
@@ -246,7 +222,7 @@ class Location:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """While this lasts, forward passes are followed."""
+        """Follow forward passes within this block."""
         handles = (
             hooks.register_module_forward_pre_hook(self._enter),
             hooks.register_module_forward_hook(self._leave, always_call=True),
@@ -269,6 +245,5 @@ class Location:
             self._mark()
 
     def _mark(self) -> None:
-        """From here on, new nodes are the current module's."""
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._owners.append(self._stack[-1] if self._stack else "")

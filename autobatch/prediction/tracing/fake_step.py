@@ -1,8 +1,4 @@
-"""Runs optimizer steps on fake tensors, as the Runner runs them on a card.
-
-Covers micro-batches, what stays in memory between them, sums of gradients, scaling and the optimizer's step. Does not
-cover what is recorded meanwhile (``recording``), nor what makes the fake tensors (``fake_model``).
-"""
+"""Runs optimizer steps on fake tensors, as the Runner runs them on a card."""
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
 
@@ -23,9 +19,8 @@ from autobatch.errors import InvalidArgument
 from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.tracing.fake_device import DEVICE, DeviceNames, original_errors
 from autobatch.prediction.tracing.fake_model import FakeModel
+from autobatch.prediction.tracing.ranks import FullySharded, OneRank, Replicated
 from autobatch.prediction.tracing.recording import Recorder, make_fake
-from autobatch.prediction.tracing.replicated import OneRank, Replicated
-from autobatch.prediction.tracing.sharded import FullySharded
 from autobatch.step.default_step import explain_default
 from autobatch.step.losses import Mean, Sum, Term
 from autobatch.step.workload import Workload, check_leaves
@@ -34,27 +29,22 @@ from autobatch.training.update import make_state
 from autobatch.undo.gradients import Float32Sums
 from autobatch.undo.module_state import ModuleState
 
-__all__ = ["Circumstances", "DryRun"]
-
 
 class Circumstances(NamedTuple):
-    """What the Runner does around the user's own code."""
+    """The Runner's part of a step, around the user's own code."""
 
-    # The second one runs with gradients resident; more of them need no more, but for what stands beside their losses,
-    # which ``Estimate`` adds.
-    micro_batches: int = 2
+    micro_batches: int = 2  # gradients are resident from the second on; ``Estimate`` adds what further ones return
     steps: int = 2  # the first makes the optimizer's state, the second begins with it
     scaler: bool = False  # whether the loss is scaled, and gradients unscaled
-    zeroes_gradients: bool = False  # in place after a step; else they are dropped
     parallelism: Parallelism | None = None  # None: one process
 
     def once(self) -> Circumstances:
-        """The same with one step, whose trace is the beginning of that of two and takes half as long."""
+        """The same with one step: the beginning of the trace of two."""
         return self._replace(steps=1)
 
 
 class DryRun:
-    """One step after another on fake tensors, which the recorder sees."""
+    """Runs one step after another on fake tensors; the recorder sees them."""
 
     def __init__(
         self, workload: Workload, recorder: Recorder, fakes: FakeModel, names: DeviceNames, circumstances: Circumstances
@@ -73,16 +63,13 @@ class DryRun:
         for group in groups:
             group["params"] = [*map(self._rank.part_of, group["params"])]
         self._sums = Float32Sums()
-        self._outputs: list[Any] = []  # of the step before: losses, and what was returned beside them
+        self._outputs: list[Any] = []  # losses of the step before, and what it returned beside them
         self._scale = torch.empty(1, device=DEVICE) if circumstances.scaler else None
 
     def step(self, batch: Any, *, is_placed: bool = False) -> None:
-        """One optimizer step on a batch without memory; it begins and ends without gradients.
+        """Run one optimizer step, which begins and ends without gradients.
 
-        ``is_placed`` says that the user's batch is where the model is, so that training would write into it, too.
-
-        Raises:
-            InvalidArgument: The step changes gradients, or writes into a batch that is placed.
+        A batch that ``is_placed`` is where the model is, so the step must not write into it.
         """
         outputs: list[Any] = []
         self._accumulate(batch, outputs, is_placed=is_placed)
@@ -90,18 +77,16 @@ class DryRun:
             self._optimizer.step()
             for tensor in tensors_of([*state_of(self._optimizer).values()]):
                 self.recorder.label(tensor, "optimizer state")
-        if not self._circumstances.zeroes_gradients:
-            for parameter in self._parameters:
-                parameter.grad = None
-        self._outputs = outputs  # in ``result = runner.step(batch)`` the last result is there until the next one is
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._outputs = outputs  # in ``result = runner.step(batch)`` the last result lives until the next one
 
     def explain_loss(self, batch: Any) -> str:
-        """What the default step takes for a loss."""
+        """Explain what the default step takes for a loss."""
         with self._names:
             return explain_default(self._workload.model, map_tensors(batch, self._place))
 
     def _accumulate(self, batch: Any, outputs: list[Any], *, is_placed: bool) -> None:
-        """All micro-batches, and what comes before the optimizer's own step."""
         held = _hold_state(self._workload.model)
         self._sums.begin(self._parameters)
         for _ in range(self._circumstances.micro_batches):
@@ -146,7 +131,6 @@ class DryRun:
         self._label_gradients()
 
     def _divide(self, terms: Sequence[Term]) -> tuple[torch.Tensor, float]:
-        """The loss, and what it is still to be multiplied by, as ``weights`` does it."""
         share = 1 / self._circumstances.micro_batches
         if len(terms) == 1 and self._scale is None and not terms[0].is_narrow:
             return terms[0].loss, share
@@ -172,15 +156,15 @@ class DryRun:
 
 
 def _hold_state(model: nn.Module) -> tuple[ModuleState, list[torch.Tensor]]:
-    """What the Runner holds during a step: the memory that modules refer to, and copies of their buffers."""
-    # Its aliases take no memory, so no mode need see them: each took 56 us there, a ninth of a ResNet-50's trace.
+    """Hold what the Runner holds during a step: the tensors of modules, and copies of their buffers."""
+    # Aliases take no memory, so no mode need see them: that took a ninth of a ResNet-50's trace.
     with torch._C._DisableTorchDispatch():
         state = ModuleState([model])
     return state, [buffer.detach().clone() for buffer in state.buffers]
 
 
 def _without_counts(workload: Workload) -> Workload:
-    """The same step, but where a term states its count in a tensor: counts have no values here, and weigh no bytes."""
+    """The same step with counts of 1 for counts in tensors, which have no values here."""
 
     def run(_: Any, micro_batch: Any) -> Any:
         returned = workload.call_step(micro_batch)
@@ -194,15 +178,12 @@ def _without_counts(workload: Workload) -> Workload:
 def _without_count(loss: Any) -> Any:
     if isinstance(loss, Mapping):
         return {name: _without_count(term) for name, term in loss.items()}
-    if isinstance(loss, Mean) and isinstance(loss.count, torch.Tensor):
-        return replace(loss, count=1)
-    if isinstance(loss, Sum) and isinstance(loss.count, torch.Tensor):
+    if isinstance(loss, (Mean, Sum)) and isinstance(loss.count, torch.Tensor):
         return replace(loss, count=1)
     return loss
 
 
 def _choose_rank(parallelism: Parallelism | None, model: nn.Module, recorder: Recorder, fakes: FakeModel) -> OneRank:
-    """The rank whose step is traced; ``model`` holds fake tensors now."""
     if parallelism is None:
         return OneRank()
     if parallelism.strategy == "ddp":

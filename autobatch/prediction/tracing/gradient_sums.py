@@ -1,9 +1,8 @@
 """Recognises the sums of gradients that autograd makes in place on a card.
 
-torch adds up gradients that meet in the backward pass in place if nobody else holds the first one
-(``torch/csrc/autograd/input_buffer.cpp``), but never with fake tensors or while a dispatch mode is active: that would
-count a copy that a GPU does not have. So these sums are recognised by who called the operator and by how many hold its
-first argument. Does not cover sums that the step itself makes.
+torch adds gradients that meet in place if nothing else holds the first one
+(``torch/csrc/autograd/input_buffer.cpp``), but never with fake tensors or under a dispatch mode. A trace would then
+count a copy that a GPU does not have. So the caller and the holders of the first argument show which sums these are.
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
@@ -21,16 +20,14 @@ from autobatch.prediction.tracing.fake_device import DEVICE, original_errors
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 from autobatch.torch_internals.storages import is_dense
 
-__all__ = ["Holders", "holders_of", "sole_holder"]
-
 Holders = tuple[int, int, int]
-"""Counts of a gradient: who holds the tensor in C++, its storage, and the tensor in Python. Ours are among them."""
+"""Reference counts of a gradient: the tensor in C++, its storage, the tensor in Python; with ours among them."""
 
 
 def holders_of(args: tuple[Any, ...]) -> Holders | None:
-    """How many hold the first of two gradients that autograd adds; ``None`` for any other sum.
+    """Count the holders of the first of two gradients that autograd adds; ``None`` for any other sum.
 
-    ``args`` are those of ``aten.add.Tensor``; a dispatch mode's ``__torch_dispatch__`` must be the caller.
+    The caller must be the ``__torch_dispatch__`` of a mode.
     """
     first, second = args[:2]
     if torch.is_grad_enabled() or not isinstance(second, torch.Tensor) or first.shape != second.shape:
@@ -47,11 +44,10 @@ def holders_of(args: tuple[Any, ...]) -> Holders | None:
 
 @cache
 def sole_holder() -> Holders | None:
-    """What ``holders_of`` returns where autograd alone holds the gradient; needs an active ``FakeMode``.
+    """Return what ``holders_of`` does if autograd alone holds the gradient; needs an active ``FakeMode``.
 
-    The counts depend on the versions of torch and Python, so they are looked at once in a process, on three sums of
-    which two have another holder. ``None`` where these look the same: then every sum is taken for one that is
-    allocated, so that too much memory is predicted, and never too little.
+    The counts depend on the versions of torch and Python. So three sums are tried once in a process, two of them with
+    another holder. ``None`` if these look the same: then every sum counts as a new tensor, never too little.
     """
     held: list[Any] = []
 
@@ -70,7 +66,7 @@ def sole_holder() -> Holders | None:
 
 
 class _Observer(DispatchMode):
-    """While active, notes the holders of each sum and makes it."""
+    """Notes the holders of each sum."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,14 +75,14 @@ class _Observer(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator as it is."""
+        """Run the operator."""
         if func is torch.ops.aten.add.Tensor:
             self.seen.append(holders_of(args))
         return func(*args, **(kwargs or {}))
 
 
 def _try_sum(branch: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Holders | None:
-    """What is seen of two gradients that meet, of which ``branch`` may have somebody hold the first."""
+    """The holders of a gradient that meets another one, and that ``branch`` may hold."""
     with torch.enable_grad():
         oldest, hidden = (torch.empty(4, 4, device=DEVICE, requires_grad=True).exp() for _ in range(2))
         later = hidden.sin()

@@ -1,17 +1,7 @@
-"""Runs operators as CUDA's kernels do where torch does something else with fake tensors.
+"""Knows what CUDA's kernels do that fake tensors do not show: fused operators, and memory that no tensor shows.
 
-Covers, of torch 2.13:
-
-- ``rms_norm``: one kernel, which keeps its input and a number a row, not each step of the formula; where the weight, if
-  there is one, has the input's dtype (``rms_norm_symint`` in ``aten/src/ATen/native/layer_norm.cpp``). Layer norms and
-  group norms are one kernel on every device.
-- ``linear``: CUDA adds the bias in place where the input has three dimensions or more and is not contiguous
-  (``aten/src/ATen/native/Linear.cpp``), but out of place to tensors of a subclass, as fake ones are: a temporary as
-  large as the result, in each ``nn.MultiheadAttention(batch_first=True)``.
-- ``grouped_mm``, with which mixtures of experts run all experts at once: fake tensors refuse every dtype but bfloat16,
-  though CUDA takes float32 and float16 as well, by one product a group (``aten/src/ATen/native/cuda/GroupedBlas.cpp``).
-
-Does not cover grouped products that are scaled (float8).
+Sizes of cuBLAS's workspaces and of the buffers of sums follow from the card (``workspaces``). Not counted, as they do
+not grow linearly: sorts, partial sums of a norm's weight over more than 65,536 rows, deterministic flash attention.
 """
 
 # ruff: noqa: SLF001 - torch's own operators
@@ -23,19 +13,139 @@ from typing import Any
 
 import torch
 
-__all__ = ["find_grouped_product", "register"]
-
 _aten = torch.ops.aten
 _GROUPED = getattr(getattr(_aten, "_grouped_mm", None), "default", None)
 _ALIGNED_BYTES = 16
-"""To which the rows of a grouped product are padded."""
+"""The rows of a grouped product are padded to a multiple of it."""
+_PRODUCTS = frozenset((
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.addmv.default,
+    _aten.mv.default, _aten.dot.default, _GROUPED,
+))  # fmt: skip
+_SUMS = frozenset((_aten.sum.dim_IntList, _aten.mean.dim, _aten.amax.default, _aten.linalg_vector_norm.default))
+_NORM = _aten.linalg_vector_norm.default
+_ATTENTION_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
+_NORMS = (_aten.native_layer_norm.default, getattr(getattr(_aten, "_fused_rms_norm", None), "default", None))
+_NORM_BACKWARDS = (
+    _aten.native_layer_norm_backward.default,
+    getattr(getattr(_aten, "_fused_rms_norm_backward", None), "default", None),
+)
+_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
+_FLOAT32_BYTES = 4
+_TILE, _TILE_HEADER = 64, 16
+"""Rows and columns of a tile that adds up a query's gradient, and bytes of its lock and counter."""
+_FLASH_ROWS, _FLASH_COLUMNS = 128, 32
+"""Flash attention rounds queries up to the first, widths to the second, widths above 128 to twice that."""
+
+
+def uses_cublas(func: Any) -> bool:
+    """Whether an operator takes a handle of cuBLAS."""
+    return func in _PRODUCTS
+
+
+def find_sum(func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, int] | None:
+    """Find how many numbers each result of a sum adds up, and bytes of the results in float32.
+
+    ``None`` for other operators, and for sums over the densest dimension, which take next to nothing.
+    """
+    if func not in _SUMS or not isinstance(result, torch.Tensor):
+        return None
+    added, position = args[0], 2 if func is _NORM else 1
+    dims = args[position] if len(args) > position else None
+    results = result.numel()
+    if not isinstance(dims, (list, tuple)) or not dims or not results or added.numel() <= results:
+        return None
+    gone = {dim % added.dim() for dim in dims}
+    densest = min((dim for dim in range(added.dim()) if added.shape[dim] > 1), key=added.stride)
+    return None if densest in gone else (added.numel() // results, _FLOAT32_BYTES * results)
+
+
+def find_buffers(func: Any, args: tuple[Any, ...]) -> tuple[list[int], list[int]]:
+    """Find the buffers of norms and of backward passes of fused attention: their bytes, and their order.
+
+    Entry ``k`` of the order makes buffer ``k - 1``, ``-k`` frees it, and 0 makes the results. Sizes and order are those
+    of the real allocator (torch 2.13, compute capability 8.0; ``native/transformers/cuda/attention_backward.cu`` and
+    ``native/cuda/layer_norm_kernel.cu``).
+    """
+    if func in _NORMS:
+        return _norm_buffers(args[0])
+    if func in _NORM_BACKWARDS:
+        return _norm_buffers(args[1], args[0])
+    if func is _FLASH_BACKWARD:
+        return _flash_buffers(*args[:5])
+    if func is _ATTENTION_BACKWARD:
+        return _efficient_buffers(*args[:3])
+    return [], []
+
+
+def _norm_buffers(inputs: torch.Tensor, gradient: torch.Tensor | None = None) -> tuple[list[int], list[int]]:
+    """Copies of what is not contiguous: of the input to the end, of the gradient after the results."""
+    sizes, order = [], [0]
+    if gradient is not None and not gradient.is_contiguous():
+        sizes.append(gradient.nbytes)
+        order += [1, -1]
+    if not inputs.is_contiguous():
+        sizes.append(inputs.nbytes)
+        order = [len(sizes), *order, -len(sizes)]
+    return sizes, order if sizes else []
+
+
+def _efficient_buffers(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Memory-efficient attention takes a copy of a gradient that is not contiguous, sums, then tiles.
+
+    In float32 the sums, a number a query, add up the result times its gradient, and are copied to another layout. The
+    tiles hold the query's gradient in float32; in half precision with wide heads also those of keys and values
+    (``mem_eff_attention/kernel_backward.h``).
+    """
+    samples, heads, queries, width = query.shape
+    sums = samples * heads * queries * _FLOAT32_BYTES
+    tiles = samples * heads * _tile_bytes(queries, key.shape[2], width, is_half=gradient.dtype != torch.float32)
+    sizes = [gradient.nbytes, gradient.nbytes, sums, sums, tiles]
+    copy, product, summed, laid_out, tiled = range(1, 6)
+    if gradient.dtype != torch.float32:
+        order = [0, summed, tiled, -summed, -tiled]
+    elif heads == 1 or queries == 1:  # the sums are laid out so already
+        order = [0, product, summed, -product, tiled, -summed, -tiled]
+    else:
+        order = [0, product, summed, laid_out, -summed, -product, tiled, -laid_out, -tiled]
+    return sizes, order if gradient.transpose(1, 2).is_contiguous() else [copy, *order, -copy]
+
+
+def _tile_bytes(queries: int, keys: int, width: int, *, is_half: bool) -> int:
+    rows = _TILE if width <= _TILE else 2 * _TILE
+    columns = 2 * _TILE if is_half and _TILE < width <= 2 * _TILE else _TILE
+    tile_bytes = rows * columns * _FLOAT32_BYTES + _TILE_HEADER
+    of_keys = _round_up(keys, _TILE) * _round_up(width, 2 * _TILE) * _FLOAT32_BYTES
+    return -(-queries // rows) * -(-width // columns) * tile_bytes + 2 * of_keys * (is_half and width > 2 * _TILE)
+
+
+def _flash_buffers(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, _value: torch.Tensor, result: torch.Tensor
+) -> tuple[list[int], list[int]]:
+    """Flash attention takes copies of gradient and result that are not contiguous, then sums in float32.
+
+    The sums are a number a query, and the query's gradient, in whole tiles (``mha_bwd`` of
+    ``flash_attn/flash_api.cpp``). If several heads share a head of keys, the gradients of keys and
+    values for each head come last.
+    """
+    samples, heads, queries, width = query.shape
+    rows = samples * heads * _round_up(queries, _FLASH_ROWS) * _FLOAT32_BYTES
+    columns = _round_up(width, _FLASH_COLUMNS if width <= 4 * _FLASH_COLUMNS else 2 * _FLASH_COLUMNS)
+    shared = [samples * heads * key.shape[2] * width * key.element_size()] * 2 if key.shape[1] != heads else []
+    copied = [part.nbytes for part in (gradient, result) if not part.transpose(1, 2).is_contiguous()]
+    sizes = [*copied, rows, rows * columns, *shared]
+    first, last = len(copied) + 1, len(sizes)
+    copies = range(1, first)
+    return sizes, [*copies, 0, *range(first, last + 1), *range(-last, -first + 1), *(-copy for copy in copies)]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def register() -> torch.library.Library:
-    """Run ``rms_norm`` and ``linear`` so on the fake device, for as long as the result is referenced."""
+    """Run ``rms_norm`` and ``linear`` as CUDA does on the fake device, as long as the result is referenced."""
     library = torch.library.Library("aten", "IMPL")
-    if hasattr(_aten, "_fused_rms_norm"):
-        library.impl("rms_norm", _normalize, "AutogradPrivateUse1")
+    library.impl("rms_norm", _normalize, "AutogradPrivateUse1")
     library.impl("linear", _apply_linear, "AutogradPrivateUse1")
     return library
 
@@ -43,6 +153,7 @@ def register() -> torch.library.Library:
 def _normalize(
     inputs: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
+    # One kernel, which keeps its input and a number a row (rms_norm_symint in native/layer_norm.cpp).
     result: torch.Tensor
     if weight is None or weight.dtype == inputs.dtype:
         result = _aten._fused_rms_norm.default(inputs, normalized_shape, weight, eps)[0]
@@ -52,6 +163,7 @@ def _normalize(
 
 
 def _apply_linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    # CUDA adds the bias in place (native/Linear.cpp), but not to a tensor of a subclass, as fake ones are.
     result: torch.Tensor
     if bias is None or inputs.dim() < 3 or inputs.is_contiguous():
         result = _aten.linear.default.decompose(inputs, weight, bias)
@@ -63,10 +175,9 @@ def _apply_linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 def find_grouped_product(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None:
-    """Shape, strides and dtype of a grouped product on a card; ``None`` where this is another operator.
+    """Shape, strides and dtype of a grouped product on a card; ``None`` for another operator.
 
-    Raises:
-        RuntimeError: The inner dimensions differ, or the groups do, as CUDA says it.
+    Fake tensors refuse all dtypes but bfloat16. CUDA takes float32 and float16 too (``native/cuda/GroupedBlas.cpp``).
     """
     if func is not _GROUPED:
         return None

@@ -1,9 +1,4 @@
-"""Records what a step allocates and frees on the fake device.
-
-Covers every storage that an operator returns (forward, backward, optimizer), and real tensors that the step closes
-over. Gradients that meet in the backward pass are added in place where torch does so (``gradient_sums``). What is
-written down of each storage, and of memory that no tensor shows, is the matter of ``block_log``.
-"""
+"""Records what a step allocates and frees on the fake device."""
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
 
@@ -24,15 +19,13 @@ from autobatch.prediction.tracing.block_log import BlockLog, StorageReference
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.gradient_sums import Holders, holders_of
-from autobatch.prediction.tracing.kernel_memory import find_buffers
+from autobatch.prediction.tracing.kernels import find_buffers
 from autobatch.prediction.tracing.operators import Operators, check_devices, is_on_device, only_writes, tensors_in
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 from autobatch.torch_internals.storages import is_dense
 
-__all__ = ["FakeMode", "Recorder", "make_fake"]
-
 _aten = torch.ops.aten
-_LIFTS_CONSTANT = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)  # whose values stay known
+_LIFTS_CONSTANT = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)  # their values stay known
 _READS = _aten._local_scalar_dense.default
 _LAST_FIRST = (_aten.native_dropout.default,)  # makes its mask before its result (native/cuda/Dropout.cu)
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
@@ -43,7 +36,7 @@ _IS_SPARSE = (
 
 
 class FakeMode(FakeTensorMode):
-    """Makes fake tensors, constants on the host first: the fake device has no kernel to make them with."""
+    """Makes fake tensors; constants begin on the host, as the fake device has no kernels."""
 
     avoid_device_init = True
 
@@ -52,12 +45,10 @@ class FakeMode(FakeTensorMode):
 
 
 def make_fake(tensor: torch.Tensor, device: str = DEVICE) -> torch.Tensor:
-    """A tensor without memory, of the same shape and dtype, laid out as ``.to("cuda")`` does; needs a ``FakeMode``.
-
-    A dense tensor has the same strides there; an expanded or sliced one becomes dense.
+    """Make a tensor without memory, laid out as ``.to("cuda")`` does: dense; needs a ``FakeMode``.
 
     Raises:
-        InvalidArgument: It is of a kind whose memory is not that of one dense block.
+        InvalidArgument: The tensor is not one dense block, such as a sparse one.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
@@ -70,13 +61,13 @@ def make_fake(tensor: torch.Tensor, device: str = DEVICE) -> torch.Tensor:
 
 
 class Recorder(DispatchMode):
-    """While active, records what is allocated and freed on the fake device.
+    """Records what is allocated and freed on the fake device.
 
     Args:
         mode: The active one.
-        module: Returns the name of the submodule that is running.
-        sole: The holders of a gradient that autograd adds to in place; ``None``: it is taken to add to none.
-        most_events: With more the trace raises ``TooLong``.
+        module: Returns the name of the running submodule.
+        sole: Holders of a gradient that autograd adds to in place; ``None``: it never does.
+        most_events: A longer trace raises ``TooLong``.
     """
 
     def __init__(
@@ -95,7 +86,7 @@ class Recorder(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operator on fake tensors and record what it returns."""
-        if func is torch.ops.prim.device.default:  # as often as all others together: a shortcut
+        if func is torch.ops.prim.device.default:  # a shortcut, as often as all others together
             return args[0].fake_device
         kwargs = kwargs or {}
         if func is _READS:
@@ -120,7 +111,7 @@ class Recorder(DispatchMode):
         return result
 
     def record(self, result: Any, kind: Kind = "temporary") -> None:
-        """Record the storages of a result that are new."""
+        """Record the new storages of a result."""
         for tensor in tensors_in((result,)):
             if tensor.layout is not torch.strided:
                 raise InvalidArgument(_IS_SPARSE)
@@ -129,7 +120,7 @@ class Recorder(DispatchMode):
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """What is made while this lasts is never recorded: other blocks stand for its memory."""
+        """Never record what is made within this block: other blocks take its memory."""
         self._ignores = True
         try:
             yield
@@ -137,7 +128,7 @@ class Recorder(DispatchMode):
             self._ignores = False
 
     def label(self, tensor: torch.Tensor, kind: Kind, module: str | None = None) -> None:
-        """Set what a tensor that is alive is for."""
+        """Set the kind of a living tensor."""
         if is_on_device(tensor):
             self.record(tensor, kind)
             block = self._live[tensor.untyped_storage()._cdata].block
@@ -145,14 +136,14 @@ class Recorder(DispatchMode):
             self.log.labels[block] = (phase, kind, before if module is None else module, stream)
 
     def label_new(self, tensor: torch.Tensor, kind: Kind, first: int) -> None:
-        """``label`` a tensor that was made as block ``first`` or a later one."""
+        """``label`` a tensor that was made as block ``first`` or later."""
         reference = self._find(tensor.untyped_storage()) if is_on_device(tensor) else None
         if reference is not None and reference.block >= first:
             self.label(tensor, kind)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The forward phase; temporaries made in it that are still alive at its end are activations."""
+        """The forward phase; its temporaries that are alive at the end are activations."""
         self.log.phase, first = "forward", len(self.log.sizes)
         try:
             yield
@@ -164,7 +155,7 @@ class Recorder(DispatchMode):
                 self.log.labels[reference.block] = (phase, "activation", module, stream)
 
     def _read(self, tensor: torch.Tensor) -> Any:
-        """One value: of a real tensor its own; in an optimizer's step any, since no allocation depends on it there."""
+        """Read one value: of a real tensor its own; in an optimizer's step any, as no allocation depends on it."""
         known = tensor.constant if isinstance(tensor, FakeTensor) else tensor
         if known is not None:
             with torch._C._DisableTorchDispatch():
@@ -182,24 +173,23 @@ class Recorder(DispatchMode):
         if known is not None:
             if self.log.sizes[known.block] == size:
                 return
-            self.log.events.append(-(known.block + 1))  # resized: another block instead
+            self.log.events.append(-(known.block + 1))  # resized: another block
         if len(self.log.events) >= self._most_events:
             raise TooLong(f"it makes and frees tensors more than {self._most_events} times, which takes too long")
-        # A C function records the end of a storage: in a Python one an interrupt would be printed and lost.
+        # A C function records the end of a storage: in a Python function an interrupt would be lost.
         reference = StorageReference(storage, self.log.events.append)
         reference.block = len(self.log.sizes)
         self._live[storage._cdata] = reference
         self.log.make(size, kind)
 
     def _find(self, storage: torch.UntypedStorage) -> StorageReference | None:
-        """What was recorded of it; not of one that is gone and had the same address."""
         known = self._live.get(storage._cdata)
         return known if known is not None and known() is not None else None
 
     def _adopt_all(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with fake tensors for real ones, which the step closes over."""
+        """Replace real tensors, which the step closes over, by fake ones."""
         given = [*tensors_in((args, *kwargs.values()))]
         if all(isinstance(tensor, FakeTensor) for tensor in given):
             return args, kwargs
@@ -215,7 +205,6 @@ class Recorder(DispatchMode):
         return adopt(args), {name: adopt(value) for name, value in kwargs.items()}
 
     def _adopt(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
-        """The fake tensor, made once, for a real one that the step closes over beside the model."""
         if tensor.requires_grad:
             raise InvalidArgument(
                 f"the step uses a parameter of shape {tuple(tensor.shape)} that belongs to no module of the model: "

@@ -1,9 +1,7 @@
 """Allocates what cuDNN takes for recurrent layers: one call for a whole LSTM, GRU or RNN.
 
-Covers padded sequences with projections, both directions and autocast, as ``aten/src/ATen/native/cudnn/RNN.cpp``
-allocates, and ``nn.GRUCell``, for which torch has no shapes (``native/cuda/RNN.cu``). Does not cover packed sequences,
-whose shape depends on values, the generator state of dropout between layers (a few MiB a process), cards where cuDNN is
-switched off, nor convolutions (``convolutions``).
+Tensors are those of ``aten/src/ATen/native/cudnn/RNN.cpp``; torch has no shapes for ``nn.GRUCell`` (``RNN.cu``).
+Packed sequences cannot be traced, as their shape depends on values.
 """
 
 from __future__ import annotations
@@ -14,14 +12,11 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["Recurrence", "register", "reserve_bytes", "workspace_bytes"]
-
 Cell = Literal["lstm", "gru", "rnn"]
 
 _GATES: dict[Cell, int] = {"lstm": 4, "gru": 3, "rnn": 1}
 _SAVED: dict[Cell, int] = {"lstm": 5, "gru": 4, "rnn": 1}
-"""Numbers a hidden unit saves of each step: LSTM its gates and the cell, GRU its gates and the product that one of them
-scales, RNN its result."""
+"""Numbers that a hidden unit saves at each step: LSTM gates and cell, GRU gates and a product, RNN its result."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +39,8 @@ class Recurrence:
 def reserve_bytes(call: Recurrence) -> int:
     """Bytes saved for the backward pass.
 
-    cuDNN does not publish this. The rule is what the backward pass must know, and **has not been measured**: for each
-    layer, direction, step and sample the gates after their nonlinearity, what else the cell's derivative needs, and
-    what the next layer reads.
+    cuDNN does not publish this, and nobody has measured the rule: for each layer, direction, step and sample the gates
+    after their nonlinearity, the other inputs of the cell's derivative, and the input of the next layer.
     """
     in_time = call.steps * call.samples * call.directions
     cells = call.layers * _SAVED[call.cell] * call.hidden
@@ -60,7 +54,7 @@ def workspace_bytes(call: Recurrence) -> int:
 
 
 class _CuDNN(torch.autograd.Function):
-    """The call and its backward pass, as the allocations that they make."""
+    """The allocations of the call and of its backward pass."""
 
     @staticmethod
     def forward(
@@ -69,7 +63,7 @@ class _CuDNN(torch.autograd.Function):
         """Results, the last hidden state and, of an LSTM, the last cell."""
         buffer = None
         ctx.dtypes = inputs.dtype, hidden.dtype
-        if weights[0].dtype != call.dtype:  # autocast: all weights anew in one buffer (autocast_RNN.cpp)
+        if weights[0].dtype != call.dtype:  # autocast casts all weights into one buffer (autocast_RNN.cpp)
             buffer = inputs.new_empty(sum(weight.numel() for weight in weights), dtype=call.dtype)
         inputs, hidden = inputs.to(call.dtype), hidden.to(call.dtype)
         cell = None if cell is None else cell.to(call.dtype)
@@ -169,7 +163,7 @@ def _shape_gru_cell_backward(
 
 
 def register(device_type: str) -> torch.library.Library:
-    """Run recurrent layers so on the fake device, for as long as the result is referenced."""
+    """Run recurrent layers so on the fake device, as long as the result is referenced."""
     library = torch.library.Library("aten", "IMPL")
     names: dict[str, Cell] = {"lstm": "lstm", "gru": "gru", "rnn_tanh": "rnn", "rnn_relu": "rnn"}
     for name, cell in names.items():

@@ -1,10 +1,7 @@
 """Traces the user's own training step on tensors without memory: what it allocates and frees.
 
-Covers two optimizer steps of two micro-batches each, as the Runner does them: gradients resident from the second
-micro-batch on, bfloat16 and float16 gradients summed in float32, optimizer state there in the second step. Does not
-cover memory inside one kernel (workspaces), code from ``torch.compile`` (traced uncompiled), steps whose course depends
-on values, nor wrappers for several devices. Model (on any device, also ``meta``), optimizer and generators are not
-changed, and no value is read.
+A trace has two optimizer steps of two micro-batches each, as the Runner runs them. Gradients are resident from the
+second micro-batch on, and the second step has the optimizer's state. ``torch.compile`` is traced uncompiled.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.memory.device import collecting_new_objects
 from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.parallelism import Parallelism
-from autobatch.prediction.timeline import Timeline, TracedStep, align, combine, continue_as
+from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
 from autobatch.prediction.tracing.failures import TooLong, explain
 from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, DeviceNames, present, register, without_waiting
@@ -37,41 +34,24 @@ from autobatch.step.workload import Workload
 from autobatch.torch_internals.storages import is_uninitialized
 from autobatch.undo.random_state import RandomState
 
-__all__ = [
-    "SIZES",
-    "Circumstances",
-    "climb",
-    "expect_events",
-    "explain_loss",
-    "find_most_events",
-    "trace",
-    "trace_timeline",
-]
-
 SIZES = (2, 67)
-"""Views of size 1 skip copies, so one sample is another program. Two sizes give the lines. The second is odd and far
-off: what pads to 8 or splits into chunks of 16 would look like a line at 2 and 3, and is none at 2 and 67. What looks
-like one at both, such as padding to 128, is found at the size that counts (``retrace``)."""
+"""Two sizes give the lines. One sample is another program, as views of size 1 skip copies. Padding to 8 and chunks of
+16 are a line at 2 and 3, and none at 2 and 67. ``retrace`` finds what is a line at both, such as padding to 128."""
 _THIRD = 3
-"""Traced where a line falls below 0 at no samples: ``n - 1`` does, and so does the one through two values of ``n * n``,
-which two integers always leave a whole number of bytes a sample apart."""
+"""Traced if a line falls below 0 at no samples: ``n - 1`` does, and the line through two values of ``n * n``."""
 _USUAL = Circumstances()
-_LADDER = (4, 8, 16, 32, 64, 256, 1024)  # where two sizes run different operators
+_LADDER = (4, 8, 16, 32, 64, 256, 1024)  # if two sizes run different operators
 _MOST_EVENTS = 60_000
-"""Of one more trace, unless the smallest has half as many: about 5 s (torch 2.13, one core). A step that loops over its
-samples has more of them at each size."""
+"""Of one more trace, unless the smallest has half as many: about 5 s (torch 2.13, one core)."""
 
 
 def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstances = _USUAL) -> Timeline:
-    """What the step allocates and frees at any number of samples.
+    """Trace what the step allocates and frees at any number of samples.
 
-    The model may be on any device, and of the example batch only shapes, strides and dtypes are used.
-
-    Returns:
-        Lines where two sizes lie on lines, else interpolated between more sizes: as many as take a few seconds each.
+    Two sizes give lines; if they run different operators, more sizes are traced, as long as each takes a few seconds.
 
     Raises:
-        InvalidArgument: The step cannot run without values, or not on a fake device; it names the step's own line.
+        InvalidArgument: The step cannot run on tensors without values; the message names the step's own line.
     """
 
     def run(size: int, now: Circumstances = circumstances) -> TracedStep:
@@ -79,37 +59,23 @@ def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstan
 
     _load()
     near, far = SIZES
-    # With gradients that are zeroed in place, the second step is no repetition of the first.
-    may_repeat = circumstances.steps > 1 and not circumstances.zeroes_gradients
-    beginning = circumstances.once() if may_repeat else circumstances
-    # Side by side, each in a process of its own: faster, on two cores.
-    with begin_apart(lambda: run(near)) as ask_near, begin_apart(lambda: run(far, beginning)) as ask_far:
+    # Side by side in two processes.
+    with begin_apart(lambda: run(near)) as ask_near, begin_apart(lambda: run(far)) as ask_far:
         first, second = ask_near(), ask_far()
-
-    def find_lines(other: TracedStep | None) -> Timeline | None:
-        lines = None if other is None else align(first, other)
-        if lines is None or min(lines.fixed, default=0) >= 0:
-            return lines
-        return lines if lines.begins_with(run(_THIRD, circumstances.once())) else None
-
-    lines = find_lines(continue_as(first, second) if may_repeat else second)
-    if lines is None and may_repeat:
-        second = run(far)
-        lines = find_lines(second)
-    return lines if lines is not None else combine(climb([first, second], _LADDER, run))
+    lines = align(first, second)
+    if lines is not None and (min(lines.fixed, default=0) >= 0 or lines.begins_with(run(_THIRD, circumstances.once()))):
+        return lines
+    return combine(climb([first, second], _LADDER, run))
 
 
 def _load() -> None:
-    """Load and register here what each trace needs, before processes are made for them: once in place of twice.
-
-    ``FakeTensorMode`` loads the compiler: 0.8 s of a processor with torch 2.13, where nothing else has done so.
-    """
+    """Load what both traces need before their processes fork: the compiler alone takes 0.8 s (torch 2.13)."""
     register()
     importlib.import_module("torch._dynamo")
 
 
 def climb(traced: Sequence[TracedStep], sizes: Sequence[int], run: Callable[[int], TracedStep]) -> list[TracedStep]:
-    """More sizes, in this order, until the next one has too many events, or would."""
+    """Trace more sizes, in this order, until one has too many events, or would have."""
     found = list(traced)
     for size in sizes:
         if expect_events(found, size) > find_most_events(found):
@@ -122,12 +88,12 @@ def climb(traced: Sequence[TracedStep], sizes: Sequence[int], run: Callable[[int
 
 
 def find_most_events(traced: Sequence[TracedStep]) -> int:
-    """How many events one more trace may have."""
+    """The most events that one more trace may have."""
     return max(_MOST_EVENTS, 2 * len(traced[0].order))
 
 
 def expect_events(traced: Sequence[TracedStep], size: int) -> int:
-    """At this size, if they grow as they have from the smallest one traced to the largest."""
+    """Events at this size, if they grow as from the smallest trace to the largest."""
     first, last = traced[0], max(traced, key=lambda step: step.samples)
     growth = (len(last.order) - len(first.order)) / (last.samples - first.samples)
     return len(first.order) + round(growth * (size - first.samples))
@@ -140,10 +106,10 @@ def trace(
     circumstances: Circumstances = _USUAL,
     most_events: int = sys.maxsize,
 ) -> TracedStep:
-    """Run the step on fake tensors with ``samples`` in each micro-batch; arguments and errors as ``trace_timeline``.
+    """Run the step on fake tensors with ``samples`` in each micro-batch; errors as ``trace_timeline``.
 
     Raises:
-        TooLong: It has more than ``most_events``.
+        TooLong: The trace has more than ``most_events``.
     """
     example = _grow_registered(layout, samples)
     homes = {parameter.device for parameter in workload.parameters()}
@@ -156,7 +122,7 @@ def trace(
 
 
 def explain_loss(workload: Workload, layout: Layout) -> str:
-    """``explain_default``, of a model that is not run; errors as ``trace_timeline``."""
+    """Explain what the default step takes for a loss; errors as ``trace_timeline``."""
     example = _grow_registered(layout, SIZES[0])
     with _on_fake_model(workload, Circumstances(), sys.maxsize) as run:
         return run.explain_loss(_on_host(example, SIZES[0]))
@@ -164,7 +130,7 @@ def explain_loss(workload: Workload, layout: Layout) -> str:
 
 @contextmanager
 def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events: int) -> Iterator[DryRun]:
-    """While this lasts, the model is on the fake device; errors name their cause."""
+    """Put the model on the fake device within this block; errors name their cause."""
     _check(workload.model)
     random_state = RandomState(torch.device("cpu"))
     try:
@@ -182,7 +148,7 @@ def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events
                 _without_nested_tensors(),
                 without_waiting(),
             ):
-                workload.model.train()  # as trials and the Runner; the mode of the substitutes, which the model forgets
+                workload.model.train()  # as trials and the Runner; the model forgets the mode afterwards
                 yield DryRun(workload, recorder, fakes, DeviceNames(types), circumstances)
     except AutobatchError:
         raise
@@ -212,7 +178,7 @@ def _check(model: nn.Module) -> None:
 
 @contextmanager
 def _collected_between_steps() -> Iterator[None]:
-    """While this lasts, reference cycles are not collected at moments that differ between two traces."""
+    """Stop the automatic collector, which frees reference cycles at different moments of two traces."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -225,10 +191,7 @@ def _collected_between_steps() -> Iterator[None]:
 
 @contextmanager
 def _without_nested_tensors() -> Iterator[None]:
-    """While this lasts, an encoder in eval mode does not pack its padded batch, which needs the mask's values.
-
-    ``nn.TransformerEncoder``'s way without gradients takes less than the one that is traced instead.
-    """
+    """Stop an encoder in eval mode from packing its padded batch, which needs the mask's values."""
     was = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -238,11 +201,10 @@ def _without_nested_tensors() -> Iterator[None]:
 
 
 def _grow_registered(layout: Layout, samples: int) -> Layout:
-    """Where a type of the user's own is in the batch, the batch at this size: ``take`` may need values of tensors."""
+    """Grow a batch that has types of the user here: their ``take`` may need values of tensors."""
     return layout.grown(samples) if holds_registered(layout.batch) else layout
 
 
 def _on_host(layout: Layout, samples: int) -> Any:
-    """The batch at this size on the host, without memory there either."""
     fake = map_tensors(layout.batch, lambda tensor: make_fake(tensor, "cpu").requires_grad_(tensor.requires_grad))
     return fake if layout.count == samples else Layout(fake, layout.count, layout.lists).grown(samples).batch

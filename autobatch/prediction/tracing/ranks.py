@@ -1,18 +1,13 @@
-"""Allocates and frees what FSDP2 (``fully_shard``) does around the forward and backward passes of a rank's step.
+"""Allocates what a rank of ``DistributedDataParallel`` or ``fully_shard`` holds beside a process without others.
 
-Covers a rank's shards and their gradients, buffers of all-gathers and reduce-scatters, and whole parameters and their
-gradients for as long as they are there, in the order of torch 2.13 (``torch/distributed/fsdp/_fully_shard``): with
-``reshard_after_forward`` at its default, one unit gathered ahead in the backward pass, and gradients reduced after each
-micro-batch. Whole parameters are fake tensors of which nothing is recorded, and blocks beside them stand for their
-memory. Does not cover ``fully_shard`` itself, mixed precision and offload policies, hybrid sharding, prefetching that
-the user sets, nor what NCCL takes outside the allocator.
+Nothing is sent, and what NCCL takes outside the allocator is not counted. The order is that of torch 2.13.
 """
 
 # ruff: noqa: SLF001 - torch has no public name for what is called when a backward pass ends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,20 +15,105 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autobatch.distributed.data_parallel import SharedBuffers
+from autobatch.distributed.reduction import GradientSlot, Reduction, make_loss
 from autobatch.prediction.parallelism import find_units
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder
-from autobatch.prediction.tracing.replicated import OneRank
+from autobatch.undo.gradients import Float32Sums
 
-__all__ = ["FullySharded"]
+_BROADCAST_BYTES = 250 * 2**20
+"""``DistributedDataParallel.broadcast_bucket_size``."""
+_IN_FLIGHT = 3
+"""A third broadcast begins before the first has ended (torch/csrc/distributed/c10d/comm.cpp)."""
+
+
+class OneRank:
+    """The only rank, which holds the whole model and sums over no others."""
+
+    def part_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The part of a parameter that this rank holds and steps."""
+        return parameter
+
+    def reduce(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:
+        """Make each ``.grad`` what the optimizer steps with, after the last micro-batch."""
+        sums.write()
+
+    def share_buffers(self) -> None:
+        """Take rank 0's buffers, before the optimizer steps."""
+
+
+class _UnsentReduction(Reduction):
+    """The Runner's sum without the collective."""
+
+    def _sum_bucket(self, bucket: torch.Tensor) -> None:
+        """Send nothing."""
+
+
+class Replicated(OneRank):
+    """A rank of ``DistributedDataParallel``, with a model on the fake device.
+
+    Its reducer has one bucket for each dtype, as large as all its gradients. A forward pass of the wrapper would build
+    smaller ones, but the Runner never calls it.
+    """
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        """Allocate what the constructor of ``DistributedDataParallel`` allocates."""
+        self._model, self._recorder = model, recorder
+        self._reduction = _UnsentReduction(None, None)  # type: ignore[arg-type] # the channel says who is gone
+        _broadcast([*model.parameters(), *model.buffers()])
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._buckets = [
+            torch.empty(sum(parameter.numel() for parameter in alike), dtype=alike[0].dtype, device=DEVICE)
+            for alike in _group_by_dtype(trained)
+        ]
+        self._label(self._buckets)
+
+    def reduce(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:
+        """Sum gradients through buckets, as the Runner does."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        loss = make_loss(parameters)
+        self._label(self._reduction.reserve([*trained, loss]))
+        slots = [GradientSlot(parameter, sums.take()) for parameter in trained]
+        there = [slot for slot in slots if slot.has_any()]
+        self._reduction.sum([*there, GradientSlot(loss, {})])
+
+    def share_buffers(self) -> None:
+        """Copy the buffers, as the Runner sends them."""
+        SharedBuffers([*self._model.buffers()])
+
+    def _label(self, buckets: Iterable[torch.Tensor]) -> None:
+        for bucket in buckets:
+            self._recorder.label(bucket, "bucket", "")
+
+
+def _group_by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return [*groups.values()]
+
+
+def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
+    """Allocate flat copies of the tensors, a few at once."""
+    held: list[torch.Tensor] = []
+    for alike in _group_by_dtype(tensors):
+        count = 0
+        for tensor in alike:
+            count += tensor.numel()
+            if count * tensor.element_size() >= _BROADCAST_BYTES or tensor is alike[-1]:
+                held.append(torch.empty(count, dtype=tensor.dtype, device=DEVICE))
+                del held[: 1 - _IN_FLIGHT]
+                count = 0
+
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-"""A whole parameter, and this rank's shard of it."""
+"""A whole parameter, and this rank's shard."""
 
 
 @dataclass(eq=False)
 class _Unit:
-    """Parameters that are gathered together, and what of them is there now."""
+    """Parameters that are gathered together, and what of them is allocated now."""
 
     module: nn.Module
     name: str
@@ -41,24 +121,22 @@ class _Unit:
     reshards: bool  # after the forward pass
     gathered: list[torch.Tensor] = field(default_factory=list)  # an all-gather's buffer
     whole: list[torch.Tensor] = field(default_factory=list)
-    phase: str = ""  # "forward", "backward" or "reduced"; else none
-    forwards: list[int] = field(default_factory=list)  # whose backward passes are still to come, by their numbers
+    phase: str = ""  # "forward", "backward" or "reduced"
+    forwards: list[int] = field(default_factory=list)  # numbers of the passes whose backward passes are to come
 
 
 class FullySharded(OneRank):
-    """The first rank of a sharded model, whose shards are never smaller than another's."""
+    """Rank 0 of a sharded model, whose shards are the largest.
+
+    It allocates as ``torch/distributed/fsdp/_fully_shard`` around the forward and backward passes. The backward pass
+    gathers one unit ahead, and each micro-batch ends in a reduce-scatter. Whole parameters are unrecorded fake tensors,
+    and blocks beside them take their memory.
+    """
 
     def __init__(
         self, model: nn.Module, recorder: Recorder, shards: Mapping[torch.Tensor, torch.Tensor], world_size: int
     ) -> None:
-        """Hook into the model's forward and backward passes.
-
-        Args:
-            model: Its parameters are fake tensors of which nothing is recorded.
-            recorder: Records the rest.
-            shards: This rank's part of each.
-            world_size: How many ranks there are.
-        """
+        """Hook into the model's forward and backward passes."""
         self._recorder, self._shards, self._world_size = recorder, shards, world_size
         self._root, *others = _divide(model, shards)
         self._units = [self._root, *others]
@@ -70,7 +148,7 @@ class FullySharded(OneRank):
             self._follow(unit)
 
     def part_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Its shard."""
+        """The parameter's shard."""
         return self._shards.get(parameter, parameter)
 
     def _follow(self, unit: _Unit) -> None:
@@ -130,14 +208,14 @@ class FullySharded(OneRank):
         self._forwards, self._reducing, self._ends_backward = [], [], False
 
     def _gather(self, unit: _Unit) -> None:
-        """Begin an all-gather, unless there is one or its result is there."""
+        """Begin an all-gather, unless its buffer or its result exists."""
         if not unit.whole and not unit.gathered:
             byte_count = sum(_padded(shard, self._world_size) * shard.element_size() for _, shard in unit.pairs)
             with self._recorder.log.on_stream("all-gather"):
                 unit.gathered = [self._allocate(byte_count, torch.uint8, "all-gather", unit)]
 
     def _copy_out(self, unit: _Unit) -> list[torch.Tensor]:
-        """Make whole parameters from an all-gather's buffer, which is returned."""
+        """Make whole parameters from an all-gather's buffer, and return the buffer."""
         buffer, unit.gathered = unit.gathered, []
         if buffer:
             unit.whole = [
@@ -147,7 +225,7 @@ class FullySharded(OneRank):
         return buffer
 
     def _reduce(self, unit: _Unit) -> None:
-        """Reduce the gradients of its whole parameters to those of its shards, and reshard it."""
+        """Reduce the gradients of whole parameters to those of shards, and reshard."""
         unit.phase = "reduced"
         found = [(whole, shard) for whole, shard in unit.pairs if whole.grad is not None]
         gradients = []
@@ -169,7 +247,6 @@ class FullySharded(OneRank):
             self._add([shard for _, shard in found], reduced)
 
     def _add(self, shards: Sequence[torch.Tensor], reduced: torch.Tensor) -> None:
-        """Add the reduced gradients to those that are there, or let them be the gradients."""
         for shard, part in zip(shards, reduced.split([shard.numel() for shard in shards]), strict=True):
             gradient = part.view(shard.shape)
             if shard.grad is None:
@@ -186,7 +263,6 @@ class FullySharded(OneRank):
 
 
 def _divide(model: nn.Module, shards: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[_Unit]:
-    """The root, which has what no other unit has, then the others."""
     names = {id(module): name for name, module in model.named_modules()}
     taken: set[int] = set()
     others = []
@@ -200,7 +276,6 @@ def _divide(model: nn.Module, shards: Mapping[torch.Tensor, torch.Tensor]) -> It
 
 
 def _padded(shard: torch.Tensor, world_size: int) -> int:
-    """Numbers of a whole parameter whose last rows are padded, so that each rank has as many."""
     return shard.numel() * world_size
 
 
@@ -209,7 +284,7 @@ def _differentiable(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Passes tensors on, and calls a function when all their gradients are there."""
+    """Passes tensors on, and calls a function when all their gradients have come."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -225,7 +300,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def _after_backward(function: Callable[[], None], inputs: Any) -> Any:
-    """The same inputs; the function is called when the backward pass has come back to them."""
+    """Return the inputs; the backward pass calls the function when it has come back to them."""
     leaves, spec = tree_flatten(inputs)
     tensors = _differentiable(leaves)
     if not tensors or not torch.is_grad_enabled():
