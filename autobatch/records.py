@@ -110,7 +110,7 @@ class Trial(Record):
             peaks, but not in ``resident_bytes``.
         ended_in: Phase that ran out of memory; ``None`` if none did. ``"gradients"``: a backward pass whose gradients
             alone exceed the limit. ``"optimizer state"``: the optimizer made its state.
-        length: Length to which ``fit`` trimmed the samples, with ``lengths``.
+        length: Length to which ``fit`` trimmed the samples, with ``by_length``.
     """
 
     micro_batch_size: Samples

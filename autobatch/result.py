@@ -29,8 +29,8 @@ class StepResult:
             micro-batch is committed, and nothing has changed.
         gradient_norm: Norm of the gradients before they were clipped to ``max_grad_norm``, a detached 0-dim tensor.
             ``None`` without clipping.
-        samples: With ``lengths`` or ``cut``, the rows of each committed micro-batch in the batch, in the order of
-            ``aux``. Rows of several batches are numbered on. Empty if samples come in their own order.
+        samples: With ``cut``, the rows of each committed micro-batch in the batch, in the order of ``aux``. Rows of
+            several batches are numbered on. Empty if samples run in their own order.
         ranks: Samples, retries, peak and seconds of each rank; empty for one rank.
     """
 

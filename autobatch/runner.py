@@ -132,35 +132,32 @@ class Runner(StepRunner):
     def run(self, loader: Iterable[Any], *, epochs: int | None = None, drop_last: bool = False) -> Iterator[StepResult]:
         """Run one optimizer step for every target's worth of samples, whatever sizes the loader's batches have.
 
-        Batches are joined and cut so that each step has exactly this rank's share of the target; what is left of a
-        batch begins the next step. At the loader's end the last, smaller step runs, with the mean over its own samples.
-        A step runs when its result is asked for.
+        Batches are joined and cut so that each step has exactly this rank's share of the target; the rest of a batch
+        begins the next step. At the loader's end a smaller step runs, with the mean over its own samples. A step runs
+        when its result is asked for.
 
-        ``state_dict()`` between two steps says how far the pass has come. After ``load_state_dict()`` the first call of
-        ``run`` reads the samples that were used, without running them, restores the random generators to the states
-        that you had set, and continues. A batch that was used in part is read again: a dataset that draws random
-        numbers as it is read may give its other samples new ones. Let the loader give the same order again: by
-        ``set_epoch`` and a seed, or a generator that you seed for each pass. A ``ShareSampler`` that was resumed with
-        its own state begins there itself; load no state into other loaders that resume themselves. Every other call
-        begins a new pass, also after a ``break`` or an error.
+        ``state_dict()`` between two steps has the place in the pass. After ``load_state_dict()`` the first call of
+        ``run`` skips the used samples, restores the random generators to the states that you had set, and continues. A
+        batch that was used in part is read again. The loader must give the same order again: by ``set_epoch`` and a
+        seed, or a generator that you seed for each pass. Load no state into a loader that resumes itself, except a
+        ``ShareSampler``. Every other call begins a new pass, also after a ``break`` or an error.
 
         With several ranks each passes its own loader, for as many passes. A rank whose loader has ended takes part in
         the others' last steps without samples. Leave the loop at the same step on every rank.
 
         Args:
             loader: A DataLoader, a list of batches, or another iterable of batches.
-            epochs: Number of passes. Before each, ``set_epoch(epoch)`` is called of what has it: the loader, its
-                sampler, its batch_sampler, its dataset. After ``load_state_dict()`` finished passes count. ``None``:
-                one pass, and ``set_epoch`` is yours to call.
+            epochs: Number of passes. ``set_epoch(epoch)`` is called before each, if the loader, its samplers or its
+                dataset have it. After ``load_state_dict()`` finished passes count. ``None``: one pass without
+                ``set_epoch``.
             drop_last: Leave out a last step that is smaller than the target.
 
         Yields:
             The result of each step, as ``step`` returns it.
 
         Raises:
-            InvalidArgument: ``loader`` is a single batch or a dataset, yields samples, or has fewer samples than the
-                state says were used; samples of a batch cannot be counted or divided; or another call of ``run`` has
-                begun since.
+            InvalidArgument: ``loader`` is a single batch or a dataset, or it yields samples. Its batches cannot be
+                divided. It ends before the place of the loaded state. Or another call of ``run`` has begun.
             DoesNotFit: As ``step``.
             CannotRetry: As ``step``.
             RankFailed: Another rank's loader or step has raised an error.
@@ -223,10 +220,9 @@ class Runner(StepRunner):
     def step_over(self, batches: Iterable[Any]) -> StepResult:
         """Run one optimizer step on smaller batches that make up the target together.
 
-        The step is that of one batch with all their samples: neighbours whose samples one tensor can hold are divided
-        together, so that small batches fill micro-batches of the plan's size. Others are divided each by itself: those
-        of unlike shape or dtype, with numbers in them, of registered types, and all with ``cut=`` or sharded
-        parameters.
+        The step is that of one batch with all their samples. Neighbours of the same structure are joined, so that small
+        batches fill micro-batches of the plan's size. Others are divided separately: those of other shapes or dtypes,
+        with numbers in them, of registered types, and all with ``cut=`` or sharded parameters.
 
         Args:
             batches: All are read before the first one is run: the mean's denominator is the total, and a restart needs
@@ -264,11 +260,11 @@ class Runner(StepRunner):
         return self._run([batch], update=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the next steps' sizes and how far ``run`` is, in plain numbers, texts, lists and dicts.
+        """Return the sizes of the next steps and the place of ``run``, in plain numbers, texts, lists and dicts.
 
-        With it, a resumed run is bit for bit the one that was not interrupted, also after a shortage has made the size
-        smaller (sizes decide how gradients are rounded), as far as the same memory is free. Parameters, optimizers,
-        schedulers, scalers, generators and what ``keep=`` names are yours to save. On several ranks each has its own.
+        A resumed run is then bit for bit the uninterrupted one, if the same memory is free: sizes decide how gradients
+        are rounded. Save parameters, optimizers, schedulers, scalers, generators and objects in ``keep=`` yourself.
+        Each rank has its own state.
         """
         return RunnerState.of(
             self.plan,

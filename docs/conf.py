@@ -1,7 +1,7 @@
 """How Sphinx makes the site; ``make docs`` runs it.
 
-Covers the settings, and the pages that are not written twice: CHANGELOG.md, CONTRIBUTING.md and the measurements are
-read from where they are. Nothing is asked from a network: themes and fonts are files of the site or the reader's own.
+Pages that are not written twice (CHANGELOG.md, CONTRIBUTING.md and the measurements) are read from their files. The
+site loads nothing from a network.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _BORROWED = re.compile(r"^<!-- from (?P<file>[\w./]+) -->$", re.MULTILINE)
 
 
 def _borrow(match: re.Match[str]) -> str:
-    """What stands there; titles a level deeper, as the page has one of its own."""
+    """Return the text of the file, with titles a level deeper, since the page has its own."""
     return re.sub(r"^#", "##", (ROOT / match["file"]).read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 

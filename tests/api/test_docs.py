@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import logging
 import os
 import re
 import shlex
@@ -22,7 +23,7 @@ from builders.forked_programs import Ran, run_program
 from sampling import sample
 
 import autobatch
-from autobatch import errors
+from autobatch import errors, events
 from autobatch.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,6 @@ BORROWED = {
 MARK = "=== next block ==="
 MODULES = ("batches", "hooks", "testing")
 """Public names that are modules."""
-REFUSALS = {name for name in errors.__all__ if name != "AutobatchError"}
 
 
 class Block(NamedTuple):
@@ -220,18 +220,6 @@ def test_every_public_name_is_in_the_api() -> None:
         assert names - {"autobatch.events.emit", "autobatch.events.log_event"} <= documented
 
 
-def templates() -> Iterator[tuple[str, str]]:
-    """Every error that the package raises itself: its class, and its text with an ellipsis for what varies."""
-    for file in sorted((ROOT / "autobatch").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in REFUSALS | {"AutobatchError"}
-            ):
-                yield node.func.id, _spell(node.args[0]) if node.args else ""
-
-
 def _spell(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
         return str(node.value)
@@ -243,45 +231,55 @@ def _spell(node: ast.expr) -> str:
 
 
 def strings_of_the_package() -> str:
-    """Every string in the package's source, each with an ellipsis for what varies, one a line."""
-    return "\n".join(
+    """Return every string in the package's source, one a line, with an ellipsis for each value in it."""
+    strings = [
         _spell(node)
         for file in sorted((ROOT / "autobatch").rglob("*.py"))
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, (ast.JoinedStr, ast.Constant))
-    )
+    ]
+    return re.sub(r"%[sd]", "…", "\n".join(strings))
 
 
-def entries() -> dict[str, list[str]]:
-    """The messages that the page of errors quotes, by the class under whose heading they stand."""
-    sections = re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", read_page("errors.md"), flags=re.MULTILINE | re.DOTALL)
-    return {
-        name: [re.sub(r"\s+", " ", quoted) for quoted in re.findall(r"^\*\*`(.+?)`\*\*", body, flags=re.MULTILINE)]
-        for name, body in sections
-    }
+def sections_of_errors() -> dict[str, str]:
+    """Return the text below each heading of the page of errors."""
+    found = re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", read_page("errors.md"), flags=re.MULTILINE | re.DOTALL)
+    return dict(found)
+
+
+def quoted_in(section: str) -> list[str]:
+    """Return the messages in its tables: a cell in backticks, in a row of an event behind the event's name."""
+    return re.findall(r"^\| (?:`\w+` \| )?`([^`]* [^`]*)` \|", section, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", errors.__all__)
-def test_each_error_has_an_entry(name: str) -> None:
-    """Every class of ``autobatch.errors`` has a heading and at least one message."""
-    assert entries()[name]
+def test_each_class_of_error_is_explained(name: str) -> None:
+    """The page says what happened and what to do, and quotes at least one message."""
+    section = sections_of_errors()[name]
+    assert quoted_in(section)
+    if name != "AutobatchError":
+        assert "**What happened.** " in section
+        assert "**What to do.** " in section
+
+
+def test_each_warning_is_explained() -> None:
+    """The page has a line for each event that may be a warning in the log."""
+    levels = {
+        name: vars(getattr(events, name)).get("level")
+        for name in set(events.__all__) - {"Event", "Hook"}
+        if name[0].isupper()
+    }
+    warn = {name for name, level in levels.items() if isinstance(level, property) or level == logging.WARNING}
+    assert len(warn) >= 8
+    assert warn == set(re.findall(r"^\| `(\w+)` \|", sections_of_errors()["Warnings"], flags=re.MULTILINE))
 
 
 def test_each_quoted_message_is_in_the_source() -> None:
-    """A message on the page of errors stands so in the package, an ellipsis where a value goes."""
+    """A message on the page of errors is in the package, with an ellipsis where a value goes."""
     source = strings_of_the_package()
-    for name, quoted in entries().items():
-        for message in quoted:
-            assert message in source, f"{name}: {message}"
-
-
-def test_each_message_is_explained() -> None:
-    """Every text that an error of ours is raised with has an entry under its class, or says nothing of its own."""
-    quoted = entries()
-    for name, template in templates():
-        if len(template.replace("…", "").strip(" :")) < 6:
-            continue  # the text is another one's, which is raised elsewhere
-        assert any(message in template for message in quoted[name]), f"{name}: {template}"
+    quoted = [message for section in sections_of_errors().values() for message in quoted_in(section)]
+    assert len(quoted) > 40
+    assert [message for message in quoted if message not in source] == []
 
 
 def test_each_picture_is_self_contained_and_knows_the_dark() -> None:

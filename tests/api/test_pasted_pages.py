@@ -15,7 +15,7 @@ from builders.forked_programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-FIRST = ["README.md", "docs/index.md", "docs/quickstart.md", "docs/tour.md"]
+FIRST = ["README.md", "docs/quickstart.md", "docs/tour.md"]
 """Pages that newcomers read first."""
 
 SESSION = """

@@ -65,14 +65,6 @@ def test_a_commit_is_checked_with_the_commands_of_make_lint() -> None:
     assert [hook["id"] for hook in config["hooks"]] == ["ruff", "ruff-format", "mypy"]
 
 
-def test_the_packages_are_described() -> None:
-    """CONTRIBUTING.md has each package of the tree in a table of at most twelve lines, and no other."""
-    table = CONTRIBUTING.partition("| package |")[2].partition("\n\n")[0].splitlines()[2:]
-    assert len(table) <= 12
-    named = [name for row in table for name in re.findall(r"`(\w+)/`", row.split(" | ")[0])]
-    assert sorted(named) == PACKAGES
-
-
 def test_the_picture_has_the_layers_of_the_linter() -> None:
     """Packages at one height are of one layer, and those further up of a layer further up."""
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
