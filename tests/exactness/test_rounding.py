@@ -59,7 +59,7 @@ SMALL_PARTS = {
 }
 
 
-@pytest.mark.parametrize("scale", sample([1.0, 3e3, 1e6], 3))
+@pytest.mark.parametrize("scale", sample([1e6, 3e3, 1.0], 3))
 @pytest.mark.parametrize("name", SMALL_PARTS)
 def test_a_small_part_that_is_wrong_is_found_and_named(name, scale):
     """However large the gradient beside it: the error is that of the part, and the part is named, and nothing else."""
