@@ -38,12 +38,14 @@ from autobatch.training.misuse import BatchWatch, GradientWatch
 from autobatch.training.stated_counts import StatedCounts, check_counts, find_doubtful, read_stated
 from autobatch.training.weights import DividedLoss, StepLoss, check_additive
 from autobatch.undo.gradients import Float32Sums, join_sparse_rows
+from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 from autobatch.undo.written_memory import WrittenMemory
 
 _LOG = logging.getLogger("autobatch")
 
 _COPYING = "copying what the step changes, such as buffers"
+_UNDONE_EXCEPT = "the step was undone except for a tensor of shape %s: step() wrote into it for the first time"
 
 _WATCHED_STEPS = 2
 """Steps in which a step function is watched: what it writes into, and whether it does the training loop's work."""
@@ -90,6 +92,7 @@ class Accumulation:
     watched: int = _WATCHED_STEPS
     _hooks: frozenset[int] = frozenset()
     _next_handle: int = 0
+    _counted: float = 0.0
     _is_additive: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
     _stated: StatedCounts = field(default_factory=StatedCounts)
@@ -284,10 +287,7 @@ class Accumulation:
         if divided is None:  # the step states a count of 0
             return
         loss = divided[0] * divided[1] if self.scale is None else self.scale(divided[0] * divided[1])
-        if self.backward is None:
-            loss.backward()
-        else:
-            self.backward(loss)
+        (self.backward or torch.Tensor.backward)(loss)
 
     def _find_apart(self) -> Sequence[torch.Tensor]:
         """Memory that steps write into and that is never put back."""
@@ -314,23 +314,24 @@ class Accumulation:
             self._correct(progress.loss.correct())
         self._sums.write()
         undo.gradients.add()
-        self.counted_per_sample = progress.counted_per_sample
+        self._counted = progress.counted_per_sample
 
     def undo(self, undo: Undo) -> None:
         """Restore the record of a step that failed."""
-        lost = undo.find_lost()
-        undo.restore()
-        self._end(undo)
+        lost = list[torch.Tensor]()
+        with deferred_interrupts():
+            try:
+                lost = undo.find_lost()
+                undo.restore()
+            finally:  # the user's own objects may raise: no hook of ours stays on a parameter
+                self._end(undo)
         if lost:
-            _LOG.warning(
-                "the step was undone except for a tensor of shape %s: step() wrote into it for the first time, and "
-                "there was no copy",
-                tuple(lost[0].shape),
-            )
+            _LOG.warning(_UNDONE_EXCEPT, tuple(lost[0].shape))
 
     def commit(self, undo: Undo) -> None:
         """Drop the record: nothing is undone from here on."""
         undo.find_lost()  # so that the next record copies it
+        self.counted_per_sample = self._counted
         self._end(undo)
 
     def _end(self, undo: Undo) -> None:

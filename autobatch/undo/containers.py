@@ -137,12 +137,13 @@ class Found:
             content.put_back()
 
 
-def find_contents(roots: Iterable[Any], seen: set[int] | None = None) -> Found:
+def find_contents(roots: Iterable[Any], seen: set[int] | None = None, *, whole: bool = False) -> Found:
     """Record everything below some objects.
 
     Args:
         roots: Objects to begin with, such as the values of ``vars(module)``.
         seen: Ids of objects to skip. Ids of objects that are found are added.
+        whole: Whether containers and arrays of any size are recorded, as of objects that the user has named.
 
     Returns:
         Contents, tensors and modules. The walk ends at modules.
@@ -160,28 +161,28 @@ def find_contents(roots: Iterable[Any], seen: set[int] | None = None) -> Found:
         elif kind is Kind.MODULE:
             found.modules.append(value)
         else:
-            content = record_contents(value)
+            content = record_contents(value, whole=whole)
             found.contents += [] if content is None else [content]
-            waiting += children_of(value)
+            waiting += children_of(value, whole=whole)
     return found
 
 
-def record_contents(value: Any) -> Contents | None:
+def record_contents(value: Any, *, whole: bool = False) -> Contents | None:
     """Record what a container, an array or a generator holds. Return ``None`` for objects that cannot change."""
     kind = KINDS[type(value)]
     if kind is Kind.VALUE:
-        return None if _is_fixed(value) else Value(value)
+        return None if _is_fixed(value, whole=whole) else Value(value)
     if kind is Kind.FIELDS:
         return Entries(vars(value))
     return Entries(value) if kind is Kind.CONTAINER else None
 
 
-def children_of(value: Any) -> list[Any]:
+def children_of(value: Any, *, whole: bool = False) -> list[Any]:
     """Return the entries of a container or a tuple, with its keys, or the fields of a dataclass."""
     kind = KINDS[type(value)]
     if kind is Kind.FIELDS:
         return [*vars(value).values()]
-    if kind is Kind.TUPLE or (kind is Kind.CONTAINER and len(value) <= MOST_ENTRIES):
+    if kind is Kind.TUPLE or (kind is Kind.CONTAINER and (whole or len(value) <= MOST_ENTRIES)):
         return [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
     return []
 
@@ -207,12 +208,13 @@ def _read_value(value: Any) -> Any:
     return value.get_state(legacy=False) if hasattr(value, "get_state") else value.copy()
 
 
-def _is_fixed(value: Any) -> bool:
+def _is_fixed(value: Any, *, whole: bool) -> bool:
     """Return whether an array cannot be written into, is mapped from a file, or is too large to copy."""
     flags = getattr(value, "flags", None)
     if flags is None:
         return False
-    return not flags.writeable or value.nbytes > _MOST_BYTES or isinstance(value, sys.modules["numpy"].memmap)
+    is_large = value.nbytes > _MOST_BYTES and not whole
+    return not flags.writeable or is_large or isinstance(value, sys.modules["numpy"].memmap)
 
 
 class _Kinds(dict[type, Kind]):
@@ -248,7 +250,7 @@ def _kind_of(found: type) -> Kind:
 def is_copied_by_value(found: type) -> bool:
     """Return whether objects of this type are arrays or random generators."""
     if issubclass(found, torch.Generator | random.Random):
-        return True
+        return not issubclass(found, random.SystemRandom)  # the operating system draws: there is no state
     numpy = sys.modules.get("numpy")  # a program that never imported it has no arrays
     if numpy is None:
         return False

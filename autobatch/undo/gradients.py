@@ -96,13 +96,15 @@ class Float32Sums:
     @torch.no_grad()
     def _add(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None  # noqa: S101 - narrows for mypy: torch calls this when it has written .grad
-        total = self._sums.get(parameter)
+        total, gradient = self._sums.get(parameter), parameter.grad
         if total is None:
-            self._sums[parameter] = parameter.grad.float()
-        elif total.is_sparse:
-            self._sums[parameter] = (total + parameter.grad.float()).coalesce()
+            self._sums[parameter] = gradient.float()
+        elif not total.is_sparse:
+            total.add_(gradient)
+        elif gradient.is_sparse:
+            self._sums[parameter] = (total + gradient.float()).coalesce()
         else:
-            total.add_(parameter.grad)
+            self._sums[parameter] = gradient.float().add_(total)
         parameter.grad = None
 
     def take_in(self, parameters: Sequence[torch.Tensor]) -> None:

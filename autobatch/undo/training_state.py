@@ -27,6 +27,7 @@ from autobatch._wrappers import is_optimizer, members_of, own_attributes, own_ta
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.torch_internals.storages import UNDISTURBED, lacks_memory, storages_of
 from autobatch.undo.containers import MOST_ENTRIES
+from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.module_state import ModuleState
 from autobatch.undo.random_state import RandomState
 from autobatch.undo.written_memory import Saved, WriteRecorder, WrittenMemory, put_storage
@@ -104,11 +105,13 @@ class TrainingState:
 
     def restore(self) -> None:
         """Restore everything, bit for bit."""
-        self._of_optimizer.restore()
-        self._restore()
+        with deferred_interrupts(), ExitStack() as parts:
+            parts.callback(self._of_optimizer.restore)
+            parts.callback(self._restore)
 
     def _restore(self) -> None:
-        with ExitStack() as parts:  # an error in one of them leaves none of the others out; the last one is first
+        # An error in one of them leaves none of the others out; the last one is first.
+        with deferred_interrupts(), ExitStack() as parts:
             parts.callback(self._random.restore)
             parts.callback(self._values.restore)
             parts.callback(self._restore_gradients)
@@ -225,8 +228,21 @@ class HostCopies:
 
     def _reserve(self, byte_count: int) -> None:
         self._total += byte_count
-        if self._folder is None and self._total > self._host_bytes:
-            self._folder = _open_folder(self._total, self._host_bytes)
+        if self._total <= self._host_bytes:
+            return
+        if self._folder is None:
+            self._folder, byte_count = tempfile.TemporaryDirectory(prefix="autobatch-"), self._total
+        free = shutil.disk_usage(self._folder.name).free
+        if free >= byte_count:
+            return
+        if not self.saved:
+            self.close()
+        # Checked, because the files are mapped: a disk that is full when a page is written ends the process (SIGBUS).
+        raise DoesNotFit(
+            f"trials need a copy of the training state, {format_bytes(self._total)}, but host memory has "
+            f"{format_bytes(self._host_bytes)} for it and {tempfile.gettempdir()} {format_bytes(free)}; free some, or "
+            f"set TMPDIR to a larger disk"
+        )
 
     def _copy(self, storage: torch.UntypedStorage, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         with _disable_current_modes():  # a copy is no part of a measurement, and does not run out of memory in a test
@@ -249,17 +265,3 @@ class HostCopies:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
-
-
-def _open_folder(total: int, host_bytes: int) -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory(prefix="autobatch-")
-    free = shutil.disk_usage(folder.name).free
-    if free >= total:
-        return folder
-    folder.cleanup()
-    # Checked, because the files are mapped: a disk that is full when a page is written ends the process (SIGBUS).
-    raise DoesNotFit(
-        f"trials need a copy of the training state, {format_bytes(total)}, but host memory has "
-        f"{format_bytes(host_bytes)} for it and {tempfile.gettempdir()} {format_bytes(free)}; free some, or set TMPDIR "
-        f"to a larger disk"
-    )

@@ -7,7 +7,7 @@ container, an array, a generator or a dataclass. Modules are recorded as the mod
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InvalidArgument
-from autobatch.undo.containers import Found, children_of, find_contents
+from autobatch.undo.containers import Found, children_of, find_contents, is_copied_by_value
 
 __all__ = ["UserObjects", "check_objects", "expand_objects"]
 
@@ -50,7 +50,7 @@ def expand_objects(objects: Sequence[Any]) -> list[Any]:
             continue
         found.append(item)
         if not _takes(item) and not _has_state_dict(item):
-            waiting += children_of(item)
+            waiting += children_of(item, whole=True)
     return [item for item in found if _can_be_put_back(item)]
 
 
@@ -64,7 +64,7 @@ class UserObjects:
             (item, _copy(item.state_dict())) for item in objects if not _takes(item) and _has_state_dict(item)
         ]
         data = [item for item in objects if not _takes(item) and not _has_state_dict(item)]
-        self._found: Found = find_contents(data)
+        self._found: Found = find_contents(data, whole=True)
         self._values = [(tensor, tensor.detach().clone()) for tensor in self._found.tensors]
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ class UserObjects:
             for item, state in reversed(self._states):
                 parts.callback(_load, item, state)
             for item, taken in reversed(self._taken):
-                parts.callback(item.put, taken)
+                parts.callback(_put, item, taken)
 
 
 def _load(item: Any, state: Any) -> None:
@@ -87,6 +87,12 @@ def _load(item: Any, state: Any) -> None:
     item.load_state_dict(fresh)
 
 
+def _put(item: Any, taken: Any) -> None:
+    with _disable_current_modes():
+        fresh = _copy(taken, copy_other=lambda other: other)  # a step may be undone again: put() may keep what it gets
+    item.put(fresh)
+
+
 def _can_be_put_back(item: Any) -> bool:
     is_known = isinstance(item, nn.Module) or _takes(item) or _has_state_dict(item) or _is_data(item)
     return is_known and not isinstance(item, type)
@@ -94,7 +100,8 @@ def _can_be_put_back(item: Any) -> bool:
 
 def _takes(item: Any) -> bool:
     has_both = callable(getattr(item, "take", None)) and callable(getattr(item, "put", None))
-    return has_both and (is_dataclass(item) or not _is_data(item))  # an array has methods by these names, too
+    is_array = is_copied_by_value(type(item))  # which has methods by these names, too
+    return has_both and not is_array and (is_dataclass(item) or not _is_data(item))
 
 
 def _has_state_dict(item: Any) -> bool:
@@ -103,19 +110,19 @@ def _has_state_dict(item: Any) -> bool:
 
 
 def _is_data(item: Any) -> bool:
-    found = find_contents([item])
+    found = find_contents([item], whole=True)
     return bool(found.contents or found.tensors or (isinstance(item, tuple) and not found.modules))
 
 
-def _copy(state: Any) -> Any:
-    """A state of its own: tensors without their graphs, containers made anew, everything else by ``copy.deepcopy``."""
+def _copy(state: Any, copy_other: Callable[[Any], Any] = copy.deepcopy) -> Any:
+    """Copy tensors without their graphs, and containers; everything else by ``copy_other``."""
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     if isinstance(state, dict):
         fresh = copy.copy(state)
         for key, value in state.items():
-            fresh[key] = _copy(value)
+            fresh[key] = _copy(value, copy_other)
         return fresh
     if type(state) in (list, tuple, set):
-        return type(state)(_copy(value) for value in state)
-    return copy.deepcopy(state)
+        return type(state)(_copy(value, copy_other) for value in state)
+    return copy_other(state)
