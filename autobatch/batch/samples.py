@@ -19,6 +19,7 @@ from autobatch.batch.tree import (
     fields_of,
     has_rows,
     is_sequence,
+    leaves_of,
     map_tensors,
     tensors_of,
     with_fields,
@@ -174,8 +175,8 @@ def describe(batch: Any, lists: Mapping[str, ListReading] | None = None, samples
                 return layout
             lists = {**lists, **decided}  # lists of fields are taken apart further
     except RecursionError as error:
-        what = "a part of the batch holds itself or is nested too deep: leave it out of the batch"
-        raise InvalidArgument(what) from error
+        endless = next((ROOT + suffix for suffix, part in fields_of(batch) or () if _is_endless(part)), ROOT)
+        raise InvalidArgument(f"{endless} holds itself or is nested too deep: leave it out of the batch") from error
 
 
 def _count_plain(leaves: Sequence[Leaf]) -> int:
@@ -190,6 +191,15 @@ def _count_plain(leaves: Sequence[Leaf]) -> int:
         elif kind != "shared" or type(value) not in _VALUES:
             return 0
     return count
+
+
+def _is_endless(part: Any) -> bool:
+    try:
+        for _ in leaves_of(part):
+            pass
+    except RecursionError:
+        return True
+    return False
 
 
 def _select(leaf: Leaf, rows: Rows, trim: Trim | None = None) -> Any:

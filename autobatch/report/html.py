@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
 from collections.abc import Iterable, Sequence
@@ -102,7 +101,11 @@ def _environment() -> Environment:
 
 def has_matplotlib() -> bool:
     """Return whether pictures can be drawn."""
-    return importlib.util.find_spec("matplotlib") is not None
+    try:
+        import matplotlib.figure  # noqa: F401, PLC0415 - an extra, and slow to import
+    except ImportError:  # also where NumPy is missing, which matplotlib needs
+        return False
+    return True
 
 
 def render_svg(chart: Chart, name: str) -> Markup:

@@ -113,7 +113,7 @@ def predicted(monkeypatch):
     @wraps(autobatch.predict)
     def predict(*, gpu, what_if=False, **_):
         found = predict_everything()
-        return found.model_copy(update={"gpu": find_gpu(gpu, None), "changes": found.changes if what_if else ()})
+        return found.model_copy(update={"gpu": find_gpu(gpu), "changes": found.changes if what_if else ()})
 
     monkeypatch.setattr(model_commands, "predict", predict)
 

@@ -151,7 +151,7 @@ def interrupt_fit(model, count):
 def fail_between_blocks(model):
     """While the state is copied, which no exchange follows at once."""
     module = import_module("autobatch.fitting.fit")
-    with mock.patch.object(module, "_record", side_effect=MemoryError("no host memory")):
+    with mock.patch.object(module, "TrainingState", side_effect=MemoryError("no host memory")):
         failed = call(fit, model) if dist.get_rank() == WHICH else None
     return failed or call(fit, model), call(fit, model)
 
