@@ -130,7 +130,9 @@ def make_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = (), righ
     texts = [[Text(cell.translate(_ESCAPED), style=_STYLES.get(cell.strip(), "")) for cell in row] for row in rows]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(headings), header_style="bold")
     for index in range(len(headings or texts[0])):
-        table.add_column(headings[index] if headings else "", justify="right" if index in right else "left")
+        heading, side = headings[index] if headings else "", "right" if index in right else "left"
+        # The first column names the row, as an id that other commands take: the others give way to it.
+        table.add_column(heading, justify=side, overflow="fold", no_wrap=index == 0)  # type: ignore[arg-type]
     for row in texts:
         table.add_row(*row)
     return table

@@ -48,12 +48,32 @@ _SMALL = 1e-4
 
 @dataclass(frozen=True)
 class Unit:
-    """Python code that counts something in ``batch``, as a user can pass it to ``weigh=``."""
+    """Something that a batch can be weighed by.
 
-    code: str
+    Attributes:
+        template: Python code that counts in one tensor, with ``{}`` for it.
+        path: The tensor in ``batch``, or in each ``item`` of a list of samples.
+        samples: Path of that list; empty: there is none.
+    """
+
+    template: str
+    path: str
+    samples: str = ""
+
+    @property
+    def code(self) -> str:
+        """Python code that counts in ``batch``, as a user can pass it to ``weigh=``."""
+        code = self.template.format(self.path)
+        return f"sum({code} for item in {self.samples})" if self.samples else code
 
     def count(self, batch: Any) -> float:
-        return float(eval(self.code, {"batch": batch}))  # noqa: S307 - of our own making
+        if not self.samples:
+            return self._count_in("batch", batch)
+        return sum(self._count_in("item", item) for item in _find("batch", batch, self.samples))
+
+    def _count_in(self, root: str, node: Any) -> float:
+        tensor = _tensors(root, node)[self.path]  # by name: a path need not be code, as with keys that are enums
+        return float(eval(self.template.format("tensor"), {"tensor": tensor}))  # noqa: S307 - the template is ours
 
 
 class _Source(NamedTuple):
@@ -65,8 +85,7 @@ class _Source(NamedTuple):
     ndim: int
 
     def unit(self, code: str) -> Unit:
-        code = code.format(self.path)
-        return Unit(f"sum({code} for item in {self.samples})" if self.samples else code)
+        return Unit(code, self.path, self.samples)
 
     def units(self, code: str) -> Iterator[Unit]:
         yield self.unit(code)
@@ -97,7 +116,7 @@ def _sources(layout: Layout) -> Iterator[_Source]:
         if not any(path.startswith(f"{of_samples}[") for of_samples in lists):
             yield _Source(path, "", tensor, tensor.ndim)
     for path in lists:
-        items = [_tensors("item", item) for item in eval(path, {"batch": layout.batch})]  # noqa: S307 - as above
+        items = [_tensors("item", item) for item in _find("batch", layout.batch, path)]
         for name in items[0] if items else ():
             if all(name in item for item in items):
                 values = torch.cat([item[name].reshape(-1) for item in items])
@@ -110,6 +129,14 @@ def _tensors(path: str, node: Any) -> dict[str, torch.Tensor]:
         return {path: node} if node.ndim and not node.is_complex() else {}
     parts = [_tensors(path + suffix, child) for suffix, child in fields_of(node) or ()]
     return {reached: tensor for part in parts for reached, tensor in part.items()}
+
+
+def _find(path: str, node: Any, wanted: str) -> Any:
+    """Return the part of a container that has this path; ``None`` if there is none."""
+    if path == wanted:
+        return node
+    below = [(path + suffix, child) for suffix, child in fields_of(node) or () if wanted.startswith(path + suffix)]
+    return next((part for name, child in below if (part := _find(name, child, wanted)) is not None), None)
 
 
 def explain_weighing(measured: Measurement, partitions: Sequence[Parts]) -> str | None:

@@ -110,11 +110,11 @@ def has_matplotlib() -> bool:
 
 def render_svg(chart: Chart, name: str) -> Markup:
     """Return the chart as an ``<svg>`` for an HTML page: without ids, with colors by name and with tooltips."""
-    from matplotlib import rc_context  # noqa: PLC0415 - an extra, and slow to import
+    from matplotlib import style  # noqa: PLC0415 - an extra, and slow to import
     from matplotlib.figure import Figure  # noqa: PLC0415 - no pyplot: it would choose a backend
 
     file = io.StringIO()
-    with rc_context(_STYLE):
+    with style.context(["default", _STYLE]):  # not the user's: LaTeX, or sketches
         figure = Figure(figsize=(WIDTH / 72, chart.height / 72), layout="constrained")
         chart.draw(figure.add_subplot())
         unknown = dict.fromkeys(("Creator", "Date", "Format", "Type"))

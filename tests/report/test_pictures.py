@@ -18,6 +18,7 @@ from autobatch import InvalidArgument
 from autobatch._formatting import format_bytes
 from autobatch.events.run_history import Run, Setback
 from autobatch.report.breakdown import held_bytes, memory_parts
+from autobatch.report.html import render_fragment
 from autobatch.report.pictures import draw_peaks, draw_run, draw_speeds, part_chart, plan_peaks, rank_chart
 from autobatch.report.sections import Chart
 
@@ -211,6 +212,16 @@ def test_drawing_changes_no_settings():
     read(Chart(partial(draw_peaks, plan_peaks(card_plan()))))
     card_plan().plot(ax=figures.Figure().add_subplot())
     assert dict(mpl.rcParams) == before
+
+
+@pytest.mark.parametrize("own", [{"text.usetex": True}, {"path.sketch": (1, 100, 2)}, {"font.size": 40}])
+def test_a_page_does_not_follow_the_users_settings(own):
+    """LaTeX may not be installed, and a sketch is a large page."""
+    from matplotlib import rc_context
+
+    expected = render_fragment(card_plan())
+    with rc_context(own):
+        assert render_fragment(card_plan()) == expected
 
 
 def test_matplotlib_is_imported_by_pictures_alone():
