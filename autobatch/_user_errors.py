@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import wraps
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from autobatch._formatting import plural
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
+_GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.10 has none
 _BEGINS, _NAMES = "raised in ", ", called by autobatch"
 
 
@@ -35,6 +38,21 @@ def note_where(error: BaseException, function: str, called_by: str, samples: int
     _write_notes(error, [*others, f"{_BEGINS}{function}{size}{_NAMES}{called_by.removeprefix('autobatch')}"])
 
 
+def clear_frames(error: BaseException, handled: BaseException | None) -> None:
+    """Empty the frames that ended with this error, and with those it came from, down to ``handled``.
+
+    Tracebacks hold all local variables, such as the tensors of the call that failed; afterwards only their lines.
+    """
+    found = [error]
+    for link in found:  # which grows
+        traceback.clear_frames(link.__traceback__)
+        members = link.exceptions if isinstance(link, _GROUPS) else ()
+        links = [link.__cause__, link.__context__, *members]
+        # By identity, since an exception class may define its own comparison.
+        seen = {id(handled), *map(id, found)}
+        found += [one for one in links if one is not None and id(one) not in seen]
+
+
 def _notes_of(error: BaseException) -> list[str]:
     notes = getattr(error, "__notes__", None)
     return [*notes] if isinstance(notes, list | tuple) else []
@@ -55,7 +73,7 @@ class _Block(AbstractContextManager[_Made]):
         return next(self._generator)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         if error is None:
             next(self._generator, None)
@@ -67,7 +85,7 @@ class _Block(AbstractContextManager[_Made]):
         except BaseException as raised:
             if raised is not error and not (isinstance(error, StopIteration) and raised.__cause__ is error):
                 raise
-            BaseException.with_traceback(error, traceback)  # without the frames of this block
+            BaseException.with_traceback(error, trace)  # without the frames of this block
             return False
         raise RuntimeError("a block has a second yield")
 

@@ -90,6 +90,8 @@ class Run(Record):
     Attributes:
         id: Id of the run.
         plan_id: Id of the plan; with several ranks, of rank 0's.
+        line: Number of its last line in the run's file, from 0. A line that is written again, perhaps with more in it,
+            keeps its number.
         pid: Number of the process; with several ranks, of rank 0's.
         started_at: Time of the start: seconds since 1970, UTC.
         last_seen_at: Time of the last write.
@@ -103,6 +105,7 @@ class Run(Record):
 
     id: Text
     plan_id: Text
+    line: Count = 0
     pid: Count
     started_at: Moment
     last_seen_at: Moment
@@ -151,6 +154,12 @@ def join_ranges(ranges: Iterable[StepRange]) -> tuple[StepRange, ...]:
         else:
             groups.append([part])
     return tuple(group[0].model_copy(update={"last_step": group[-1].last_step, **add_up(group)}) for group in groups)
+
+
+def join_lines(lines: Iterable[Run]) -> Run | None:
+    """Return the run that a file's lines make; of lines with the same number the last one counts."""
+    latest = {part.line: part for part in lines}
+    return join_runs([*latest.values()]) if latest else None
 
 
 def join_runs(parts: Sequence[Run]) -> Run:

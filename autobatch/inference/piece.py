@@ -2,7 +2,8 @@
 
 1. ``planning.piece_size`` chooses a size, and ``samples`` the next samples. They run in eval mode, without gradients.
 2. If memory runs out, random generators are restored, and the same samples run again in smaller pieces.
-3. Any other error is the user's. Halves of the piece run until the sample that raises it is found.
+3. Any other error is the user's. Halves of the piece run until the sample that raises it is found, without the tensors
+   of the piece; the error of that sample is raised as it is.
 
 Every piece is work that is kept.
 """
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from autobatch._formatting import format_bytes
-from autobatch._user_errors import add_note, contextmanager
+from autobatch._user_errors import add_note, clear_frames, contextmanager
 from autobatch.batch.tree import map_tensors
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.events import Hook, MapFinished, PieceFinished, PieceRetried, emit
@@ -66,7 +67,7 @@ class PieceRunner:
     _seconds: float = 0.0
     _is_last_try: bool = False  # of one sample that ran out of memory alone
     _suspects: int = 0  # samples that come next, of which one raises an error
-    _error: Exception | None = None  # of all suspects at once
+    _error: Exception | None = None  # of all suspects at once; its frames hold nothing
     _raised_by: Indices = range(0)
 
     def run_next(self, waiting: Waiting) -> Done | None:
@@ -78,20 +79,24 @@ class PieceRunner:
         """
         while True:
             if self._error is not None and not self._suspects:
-                self._raise(self._error, self._raised_by)  # no sample raised it alone
+                self._raise(self._error, self._raised_by)  # no sample was found to raise it alone
             length = waiting.head(self._ran[-1] if self._ran else 0)
             if length is None:
                 return None
-            indices = waiting.ready(self._choose_size(waiting, length))
+            indices, handled = waiting.ready(self._choose_size(waiting, length)), sys.exc_info()[1]
             try:
                 done, reason = self._attempt(waiting, indices, length)
             except Exception as error:
+                if isinstance(error, DoesNotFit) and self._error is not None:
+                    self._suspects = 0  # the search ends here, with the error that it is about
+                    continue
                 if isinstance(error, AutobatchError):  # which names its samples
                     raise
                 if len(indices) == 1 or ends_context(error):
                     self._raise(error, indices)
                 if self._error is None:
                     self._error, self._raised_by = error, indices
+                    clear_frames(error, handled)
                 self._suspects = len(indices)
                 continue
             if done is not None:
@@ -203,6 +208,9 @@ class PieceRunner:
         self._shortages += 1
         used, budget = self.device.usage().allocated, self.allowance.budget_bytes
         if len(indices) == 1 and self._is_last_try:
+            if self._error is not None:
+                self._suspects = 0  # the search ends here, with the error that it is about
+                return
             advice = ", or send results to the host with to='cpu'" if self.may_send_results else ""
             error = DoesNotFit(
                 f"sample {indices[0]} alone does not fit: {format_bytes(used)} of a budget of {format_bytes(budget)} "

@@ -141,7 +141,9 @@ class _RunFile:
         self._has_plan = self._has_plan or self._ledger.begin_run(self._plan)
         written = self._ledger.update_run(self._new) if self._has_plan else "not now"
         if written == "written":
-            self._new = self._new.model_copy(update={"ranges": (), "setbacks": (), "ranks": ()})
+            nothing: dict[str, Any] = {"ranges": (), "setbacks": (), "ranks": ()}
+            # In one assignment: after an interrupt before it the next line has the same number, and replaces this one.
+            self._new = self._new.model_copy(update={"line": self._new.line + 1, **nothing})
         self._is_over = written == "forgotten"  # the user has deleted the plan, and does not want the run back
         now = time.monotonic()
         wait_s = min(_LEAST_WAIT_S + _PART_OF_AGE * (now - self._began), _MOST_WAIT_S)

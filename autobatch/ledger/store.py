@@ -4,6 +4,7 @@
     plans/FINGERPRINT/WHOLE.RANK.ID.json   the plan of another rank; WHOLE is the id of rank 0's plan
     runs/WHOLE/RUN.jsonl                   one run of that plan; each line has what is new since the line before
 
+A line that may not be in the file whole is written again under its number, and the last one of a number counts.
 A plan is written to a draft and renamed; a line of a run is one write. So a killed process loses nothing that these
 methods have returned from, and writers need no lock. No write waits for the disk: a power cut may lose the last ones.
 A damaged file costs itself and one log line. The newest plans of a fingerprint are kept, by count: each one's time of
@@ -28,7 +29,7 @@ from typing import Literal, NamedTuple
 from pydantic import ValidationError
 
 from autobatch.errors import InvalidArgument
-from autobatch.events.run_history import Run, join_runs
+from autobatch.events.run_history import Run, join_lines
 from autobatch.plan import Plan
 from autobatch.records import spell_invalid
 
@@ -244,10 +245,14 @@ def _read_plans(files: Iterable[_PlanFile]) -> Iterator[Plan]:
 def _read_run(path: Path) -> Run | None:
     """Join the parts in a run's file; a damaged line is left out."""
     parts = []
-    for line in path.read_bytes().splitlines():
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:  # another process has just deleted it
+        return None
+    for line in lines:
         try:
             parts.append(Run.model_validate_json(line))
         except ValidationError as error:
             what = f"{path} has a line that this version does not read ({spell_invalid(error)}): it is left out"
             warn_once("run", what)
-    return join_runs(parts) if parts else None
+    return join_lines(parts)

@@ -46,7 +46,7 @@ def make_run(name="r1", plan="a1", **changes):
 
 
 def make_update(position, run="r1", steps=1, **changes):
-    """An update of one range, which begins at this step and is ``steps`` long; each has another size."""
+    """An update of one range, which begins at this step and is ``steps`` long; each has another size and number."""
     part = StepRange(
         first_step=position,
         last_step=position + steps - 1,
@@ -54,7 +54,7 @@ def make_update(position, run="r1", steps=1, **changes):
         samples=32 * steps,
         allowed_size=position,
     )
-    return make_run(run, **{"ranges": (part,), **changes})
+    return make_run(run, **{"ranges": (part,), "line": position, **changes})
 
 
 def names(plans):

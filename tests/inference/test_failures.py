@@ -232,6 +232,56 @@ def test_an_error_that_no_sample_raises_alone_names_the_piece():
     assert torch.equal(caught.value.results, INPUTS[caught.value.done])
 
 
+def look_up(tensor):
+    """Raises; its frame holds the tensor."""
+    raise KeyError(len(tensor))
+
+
+def hide_in_context(tensor):
+    """An error that hides the one it comes from."""
+    try:
+        look_up(tensor)
+    except KeyError:
+        raise Unreadable("cannot be read") from None
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_nothing_of_a_piece_with_a_bad_item_is_held(is_hidden):
+    """While its halves run; the error of the sample that raises alone keeps its frames."""
+    held, alive = [], []
+
+    def check(piece):
+        alive.append([one() for one in held if one() is not None])
+        held.append(weakref.ref(tensor := torch.zeros(len(piece), 100)))
+        if (piece[:, 0] == INPUTS[27, 0]).any():
+            if is_hidden:
+                hide_in_context(tensor)
+            raise Unreadable("cannot be read")
+        return piece
+
+    with pytest.raises(Unreadable) as caught:
+        autobatch.map(check, INPUTS)
+    assert alive == [[] for _ in held]
+    assert caught.value.sample_index == 27
+    assert "tensor" in caught.traceback[-1].locals
+
+
+def test_memory_that_ends_in_the_search_hides_no_error():
+    """The user's own is raised, with the piece that raised it."""
+
+    def check(piece):
+        if len(piece) > 4:
+            raise Unreadable("cannot be read")
+        if (piece[:, 0] == INPUTS[3, 0]).any():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return piece
+
+    with pytest.raises(Unreadable) as caught:
+        autobatch.map(check, INPUTS)
+    assert caught.value.sample_index is None
+    assert caught.value.done == [0, 1, 2]
+
+
 def test_an_error_of_the_stream_comes_in_its_turn():
     """What was read before is run first; the sample that could not be read is named."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
 import threading
@@ -20,6 +21,7 @@ from autobatch.cli.main import main
 from autobatch.events import BatchDiffers, StepFinished, run_history
 from autobatch.events.run_history import RankTotal, Setback
 from autobatch.events.runner_events import RankStep
+from autobatch.ledger import ledger as ledger_module
 from autobatch.ledger import run_recorder
 from autobatch.ledger import store as store_module
 from autobatch.ledger.ledger import Ledger
@@ -274,6 +276,29 @@ def test_a_ledger_that_comes_late_gets_all(tmp_path, clock, caplog):
     (run,) = read_runs(place)
     assert (run.steps, run.retries, len(run.setbacks)) == (3, 1, 1)
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_line_whose_end_was_not_reported_counts_once(tmp_path, clock, error):
+    """It is in the file whole, and then written again with what is new."""
+
+    class Torn(Store):
+        def update_run(self, new):
+            super().update_run(new)
+            raise error
+
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path))
+    recorder(finished(0))
+    clock[0] += 100
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(ledger_module, "Store", Torn)
+        take(recorder, finished(1), retried(2))
+    for step in (2, 3):
+        clock[0] += 1000
+        recorder(finished(step))
+    del recorder
+    [run] = read_runs(tmp_path)
+    assert (run.steps, len(run.setbacks), run.outcome) == (4, int(error is OSError), "finished")
 
 
 def test_a_run_that_was_forgotten_stays_forgotten(tmp_path, clock, caplog):

@@ -196,7 +196,7 @@ def test_updates_follow_each_other(store):
     setbacks = tuple(Setback(step=1, kind="size", old_size=8, new_size=new) for new in (4, 2))
     like_the_first = StepRange(first_step=1, last_step=4, micro_batch_size=9, samples=128)
     store.update_run(make_update(0))
-    store.update_run(make_run(ranges=(like_the_first,), setbacks=setbacks[:1]))
+    store.update_run(make_run(line=1, ranges=(like_the_first,), setbacks=setbacks[:1]))
     store.update_run(make_update(5, steps=2, setbacks=setbacks[1:], ranks=(RankTotal(steps=1, retries=1),)))
     last = RankTotal(steps=2, peak_bytes=9)
     store.update_run(make_update(7, outcome="failed", reason="why", last_seen_at=6e9, ranks=(last,)))
@@ -205,6 +205,24 @@ def test_updates_follow_each_other(store):
     assert run.setbacks == setbacks
     assert run.ranks == (RankTotal(steps=3, retries=1, peak_bytes=9),)
     assert (run.outcome, run.reason, run.last_seen_at, run.started_at) == ("failed", "why", 6e9, 3e9)
+
+
+def test_a_line_that_is_written_again_counts_once(store):
+    """The last of each number, which may have more in it."""
+    store.begin_run(make_plan())
+    for update in [make_update(0), make_update(1), make_update(1, steps=3), make_update(4)]:
+        store.update_run(update)
+    [run] = store.runs_of("a1")
+    assert [(part.first_step, part.last_step) for part in run.ranges] == [(0, 0), (1, 3), (4, 4)]
+
+
+def test_a_run_that_is_deleted_while_runs_are_read_is_left_out(tmp_path, store, caplog):
+    """In silence: the folder was listed before."""
+    add_run(store, make_plan(), make_run("r1"))
+    folder = tmp_path / "home" / "runs" / "a1"
+    (folder / "r2.jsonl").symlink_to(folder / "gone")
+    assert store.runs_of("a1") == [make_run("r1")]
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(
