@@ -163,12 +163,14 @@ class Optimization:
             self._step.outputs.clear()
             self._postponed = []
             try:
+                runner.ended_early = False
                 self._metrics.begin()
                 return runner.step(batch)
             except BaseException as error:
                 self._metrics.undo()
-                # The other ranks know that this one does not fit, and do not run the step again.
-                is_short = isinstance(error, DoesNotFit) and self._trainer.world_size == 1
+                # A step that has failed at one sample is hopeless. The other ranks know that this one does not fit, and
+                # do not run the step again.
+                is_short = isinstance(error, DoesNotFit) and runner.ended_early and self._trainer.world_size == 1
                 is_short = is_short or (not isinstance(error, AutobatchError) and is_oom(error))
                 if not isinstance(error, UnknownMetric) and (was_short or not is_short):
                     raise
