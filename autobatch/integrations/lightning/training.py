@@ -71,6 +71,7 @@ class Optimization:
             return found
         refuse_accumulation(self._trainer, self._module)
         self._step.arguments, self._step.refusal, self._batch_index = arguments, "", batch_index
+        self._step.batch_sizes.begin()
         self._closed = None
         loop._make_zero_grad_fn(batch_index, optimizer)()  # noqa: SLF001 - Lightning's own, with its hooks
         try:
@@ -113,6 +114,7 @@ class Optimization:
         )
         if is_resumed and self.saved:
             runner.load_state_dict(self.saved["runner"])
+            self._step.batch_sizes.is_whole.update(self.saved.get("batch_sizes", {}))
         self.plan, self.runner = plan, runner
         return runner
 
@@ -207,7 +209,9 @@ class Optimization:
         loss = combine("mean", [output.loss for output in outputs], weights) if outputs else None
         beside = join_outputs([output.beside for output in outputs], sizes, weights)
         self._closed = self._loop.output_result_cls(loss, extra=beside)
-        calls = merge_calls([(output.weight, output.logged) for output in outputs], sum(sizes))
+        logged = [(output.weight, output.logged) for output in outputs]
+        wholes = {sum(sizes), getattr(self._trainer.train_dataloader, "batch_size", None)}
+        calls = merge_calls(logged, wholes, self._step.batch_sizes.is_whole)
         if self._metrics.learn(calls):
             raise UnknownMetric
         self._metrics.end()
@@ -247,7 +251,8 @@ class Optimization:
         """Return what a checkpoint holds; before the first step, what an earlier one held."""
         if self.plan is None or self.runner is None:
             return dict(self.saved or {})
-        return {"plan": self.plan.model_dump_json(), "runner": self.runner.state_dict()}
+        batch_sizes = dict(self._step.batch_sizes.is_whole)
+        return {"plan": self.plan.model_dump_json(), "runner": self.runner.state_dict(), "batch_sizes": batch_sizes}
 
     def _recall(self, target: int) -> Plan | None:
         """Return the checkpoint's plan if it serves here. It has the plan of one rank only."""
