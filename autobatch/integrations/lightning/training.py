@@ -13,7 +13,7 @@ import torch
 from autobatch.batch.samples import describe
 from autobatch.errors import AutobatchError, DoesNotFit, InexactSplit, InvalidArgument
 from autobatch.exactness.comparison import samples_differ
-from autobatch.exactness.verification import verify
+from autobatch.exactness.verification import verify_in_training
 from autobatch.fitting.fit import fit
 from autobatch.fitting.options import Options
 from autobatch.integrations.attributes import replaced
@@ -32,6 +32,7 @@ from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.result import StepResult
+from autobatch.step.workload import Workload
 from autobatch.undo.undo import Undo
 
 _log = logging.getLogger("autobatch")
@@ -141,8 +142,21 @@ class Optimization:
         is_due = self._batches in _VERIFIED_AGAIN and runner.plan.accumulation_steps > 1 and ranks == 1
         if options.fit["check"] is None or not is_due:
             return
-        with self._keeping():
-            verdict = verify(model, batch, self._step.run, options.weigh, device=options.device)
+        plan = runner.plan
+        try:
+            with self._keeping():
+                verdict = verify_in_training(
+                    Workload(model, self._step.run, options.weigh),
+                    batch,
+                    device=self._device(),
+                    budget_bytes=plan.budget_bytes,
+                    most=plan.micro_batch_size,
+                )
+        except Exception as error:  # noqa: BLE001 - the step itself shows it if it cannot run
+            _log.info("batch %d was not compared with its parts: %s", self._batches, describe_error(error))
+            return
+        finally:
+            self._step.refusal = ""
         if verdict.exact or verdict.unchecked:
             return
         if options.fit["check"] == "raise":
