@@ -90,6 +90,23 @@ def compare_with_parts(
     return _verify(Workload(model, step, weigh), batch, None, device, explains=False)
 
 
+def verify_in_training(workload: Workload, batch: Any, *, device: Device, budget_bytes: int, most: int) -> Verdict:
+    """``verify`` between steps: inside a budget, on at most so many samples at once. The step is known to run."""
+    layout = find_example(workload.model, batch, _MOST_AT_ONCE, None, has_own_step=True).layout
+    comparison = SplitComparison(workload, layout, device, after_trials=True)
+    host_bytes = read_host_memory().available_bytes // 2
+    with (
+        one_at_a_time(),
+        TrainingState(workload.model, None, device.torch_device, host_bytes=host_bytes, outside=workload.outside()),
+    ):
+        device.watch([*workload.resident_tensors(), *layout.tensors()])
+        few = min(max(2, most), _MOST_SAMPLES)
+        with device.limit(budget_bytes):
+            verdict = _check(comparison, few, Planned(layout.count, most, most), None, None)
+    device.reclaim()
+    return verdict
+
+
 def _verify(workload: Workload, batch: Any, cut: ByLength | None, device: Any, *, explains: bool = True) -> Verdict:
     model = workload.model
     memory = find_device(workload.parameters(), type(model).__name__, device)

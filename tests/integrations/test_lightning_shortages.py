@@ -6,11 +6,13 @@ import copy
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from lightning_runs import Made, apart, bit_for_bit, load, logs_apart, train
 from sampling import IN_PROOF, sample
+from torch.nn import functional as F
 
-from autobatch.errors import CannotRetry
+from autobatch.errors import CannotRetry, DoesNotFit
 from autobatch.testing import oom_at
 
 
@@ -22,6 +24,23 @@ def test_steps_that_run_out_of_memory_end_exactly(caplog):
     assert apart(whole, split) < 1e-12
     assert logs_apart(whole, split) < 1e-12
     assert split.module.calls == whole.module.calls
+
+
+def test_a_step_that_fails_at_one_sample_is_not_run_again(caplog):
+    """Each smaller size runs once, and one sample once."""
+    tried = []
+
+    def step(self, batch, batch_idx):
+        if batch_idx == 2:
+            tried.append(len(batch[0]))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    with pytest.raises(DoesNotFit):
+        train(made=Made(changes={"training_step": step}), attached={"check": None})
+    assert tried[-1] == 1
+    assert tried == sorted({*tried}, reverse=True)
+    assert "running the step again" not in caplog.text
 
 
 def test_a_retried_step_is_bit_for_bit_the_planned_one():

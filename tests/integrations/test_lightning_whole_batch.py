@@ -125,6 +125,37 @@ def test_a_check_that_is_left_out_changes_no_training(step, check):
         torch.testing.assert_close(other["loss"], one["loss"], rtol=1e-12, atol=0)
 
 
+COUNTED = {
+    "a constant": lambda self, inputs, classes: 8,
+    "the loader's": lambda self, inputs, classes: self.trainer.train_dataloader.batch_size,
+    "samples": lambda self, inputs, classes: len(inputs),
+    "tokens, as many as the batch has samples": lambda self, inputs, classes: int((1 + 3 * (classes < 2)).sum()),
+    "columns": lambda self, inputs, classes: inputs.shape[1],
+}
+
+
+SIZE_COUNTED = [(name, attached) for name in COUNTED for attached in ({}, {"max_micro_batch": 3})]
+# If all parts that run have one size, only these numbers tell what they count.
+SIZE_COUNTED += [(name, {"check": None}) for name in ("a constant", "the loader's", "samples")]
+
+
+@pytest.mark.parametrize(("name", "attached"), SIZE_COUNTED)
+def test_batch_size_counts_what_it_counts_without_autobatch(name, attached):
+    """Twice 8 samples, of which the first 8 have 4 tokens each, and a last batch of 4."""
+
+    def step(self, batch, batch_idx):
+        inputs, classes = batch
+        self.log("mean", classes.double().mean(), on_epoch=True, on_step=True, batch_size=COUNTED[name](self, *batch))
+        return F.cross_entropy(self.net(inputs), classes)
+
+    dataset = TensorDataset(data().tensors[0][:20], torch.tensor([0, 1] * 4 + [2, 3] * 4 + [3] * 4))
+    options = {"made": Made(changes={"training_step": step}), "batch_size": 8, "dataset": dataset}
+    options["order"] = [*range(20)]
+    whole, split = train(**options), train(**options, attached={"target_batch": 8, "max_micro_batch": 2, **attached})
+    assert all(len(sizes) > 1 for sizes in split.sizes)
+    assert logs_apart(whole, split) < 1e-6
+
+
 def counted(self, batch, batch_idx, stated):
     """The mean over labels, of which some are ignored: what ``stated`` makes of losses and their number."""
     inputs, classes = batch
@@ -316,10 +347,30 @@ def test_later_batches_of_a_loss_that_splits_change_nothing(monkeypatch):
     """The comparison in a later batch leaves no trace: weights and logs are those of whole batches."""
     dataset = alike(1, different=3)
     options = {"dataset": dataset, "order": [*range(len(dataset))]}
-    compared, inner = [], training.verify
-    monkeypatch.setattr(training, "verify", lambda *given, **named: compared.append(0) or inner(*given, **named))
+    compared, inner = [], training.verify_in_training
+    monkeypatch.setattr(
+        training, "verify_in_training", lambda *given, **named: compared.append(0) or inner(*given, **named)
+    )
     whole, split = train(**options), train(**options, attached={})
     assert len(compared) == 2
     assert apart(whole, split) < 1e-12
     assert logs_apart(whole, split) < 1e-12
     assert split.module.calls == whole.module.calls
+
+
+@pytest.mark.parametrize("failing", [None, 3])
+def test_later_comparisons_keep_to_the_plan_and_end_no_training(failing):
+    """No more samples at once than the plan's; an error of two samples or fewer is the comparison's own."""
+    sizes = []
+
+    def step(self, batch, batch_idx):
+        if batch_idx:
+            sizes.append(len(batch[0]))
+        if batch_idx == failing and len(batch[0]) <= 2:
+            raise ValueError("too few samples")
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    made = Made(changes={"training_step": step})
+    whole, split = train(made=Made(changes={"training_step": averages})), train(made=made, attached={"check": "warn"})
+    assert max(sizes) == split.callback.plan.micro_batch_size
+    assert apart(whole, split) < 1e-12

@@ -1,9 +1,10 @@
 """Logs once a step what each of its micro-batches logs.
 
 1. ``merge_calls`` combines their calls of ``self.log`` as ``reduce_fx`` says. Means are weighed.
-2. ``StepMetrics`` gives a metric of torchmetrics that is logged with ``on_step=True`` one value for the whole step. Its
+2. ``BatchSizes`` finds out whether a call's ``batch_size=`` is that of the micro-batch or that of the whole batch.
+3. ``StepMetrics`` gives a metric of torchmetrics that is logged with ``on_step=True`` one value for the whole step. Its
    value over an epoch needs nothing: micro-batches add up its states.
-3. ``ResultsKeeper`` takes back what an undone step has logged.
+4. ``ResultsKeeper`` takes back what an undone step has logged.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,9 @@ from autobatch.integrations.lightning.outputs import Way, combine
 
 _ADDED_UP = frozenset(("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat", "NoneType"))
 _WAYS: Mapping[str, Way] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+
+Key = tuple[str, int]
+"""A call's name, and which call of that name it is."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +56,66 @@ def _has_computed(metric: Any, value: Any) -> bool:
     return computed is not None and computed is value
 
 
-def merge_calls(micro_batches: Sequence[tuple[float, Sequence[LogCall]]], samples: int) -> list[LogCall]:
-    """Return the calls that the whole batch would have made; each micro-batch has a weight and its calls."""
-    found: dict[tuple[str, int], list[tuple[float, LogCall]]] = {}
+def _with_keys(calls: Iterable[LogCall]) -> Iterator[tuple[Key, LogCall]]:
+    seen: Counter[str] = Counter()
+    for call in calls:
+        seen[call.name] += 1  # a name that is logged twice is two values
+        yield (call.name, seen[call.name]), call
+
+
+class BatchSizes:
+    """Tells a ``batch_size=`` of the whole batch, or a constant, from one that counts what is in the micro-batch.
+
+    A number that stays the same while parts of one batch differ in size is the whole batch's. One that changes between
+    parts of one batch is the micro-batch's own. The trials and comparisons before the first step show it too.
+
+    Attributes:
+        is_whole: Which of the two each call passes, as far as parts of a batch have shown it.
+    """
+
+    def __init__(self) -> None:
+        self.is_whole: dict[Key, bool] = {}
+        self._seen: dict[Key, tuple[set[int], set[int]]] = {}  # the numbers, and the sizes of the parts
+
+    def begin(self) -> None:
+        """Begin a batch: its parts are compared with each other only."""
+        self._seen = {}
+
+    def note(self, calls: Iterable[LogCall], samples: int) -> None:
+        """Note the calls of a part of so many samples."""
+        for key, call in _with_keys(calls):
+            given = call.options.get("batch_size")
+            if given is None or self.is_whole.get(key) is False:
+                continue
+            numbers, sizes = self._seen.setdefault(key, (set(), set()))
+            numbers.add(int(given))
+            sizes.add(samples)
+            if len(numbers) > 1:
+                self.is_whole[key] = False
+            elif len(sizes) > 1:
+                self.is_whole[key] = True
+
+
+def merge_calls(
+    micro_batches: Sequence[tuple[float, Sequence[LogCall]]],
+    wholes: Container[int | None],
+    is_whole: Mapping[Key, bool],
+) -> list[LogCall]:
+    """Return the calls that the whole batch would have made.
+
+    Args:
+        micro_batches: A weight and the calls of each.
+        wholes: Number of samples of all of them, and the loader's batch size.
+        is_whole: Calls whose ``batch_size=`` is known to be the whole batch's, or the micro-batch's own.
+    """
+    found: dict[Key, list[tuple[float, LogCall]]] = {}
     for weight, calls in micro_batches:
-        seen: Counter[str] = Counter()
-        for call in calls:
-            seen[call.name] += 1  # a name that is logged twice is two values
-            found.setdefault((call.name, seen[call.name]), []).append((weight, call))
-    return [_merge(calls, samples) for calls in found.values()]
+        for key, call in _with_keys(calls):
+            found.setdefault(key, []).append((weight, call))
+    return [_merge(calls, wholes, is_whole=is_whole.get(key)) for key, calls in found.items()]
 
 
-def _merge(calls: Sequence[tuple[float, LogCall]], samples: int) -> LogCall:
+def _merge(calls: Sequence[tuple[float, LogCall]], wholes: Container[int | None], *, is_whole: bool | None) -> LogCall:
     last = calls[-1][1]
     reduction = last.options.get("reduce_fx", "mean")
     way = _WAYS.get(str(getattr(reduction, "__name__", reduction)).lower())
@@ -71,10 +123,12 @@ def _merge(calls: Sequence[tuple[float, LogCall]], samples: int) -> LogCall:
     if len(calls) == 1 or way is None or not _is_number(last.value) or _is_running([call for _, call in calls]):
         return last
     weights, options = [weight for weight, _ in calls], dict(last.options)
-    sizes = [call.options.get("batch_size") for _, call in calls]
-    if None not in sizes and set(sizes) != {samples}:  # else it is the whole batch's already
-        weights = [float(size) for size in sizes if size is not None]
-        options["batch_size"] = sum(int(size) for size in sizes if size is not None)
+    given = [call.options.get("batch_size") for _, call in calls]
+    numbers = [int(number) for number in given if number is not None]
+    if is_whole is None:  # no two parts differed in size
+        is_whole = all(number in wholes for number in numbers)
+    if len(numbers) == len(calls) and not is_whole:
+        weights, options["batch_size"] = [float(number) for number in numbers], sum(numbers)
     return LogCall(last.name, combine(way, [call.value for _, call in calls], weights), options)
 
 

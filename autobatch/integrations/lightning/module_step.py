@@ -13,7 +13,7 @@ import torch
 from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
 from autobatch.integrations.attributes import replaced
-from autobatch.integrations.lightning.logs import LogCall, metrics_in, read_call
+from autobatch.integrations.lightning.logs import BatchSizes, LogCall, metrics_in, read_call
 from autobatch.step.losses import Mean, Sum, Weigh, counts_of
 
 
@@ -34,12 +34,14 @@ class ModuleStep:
     Attributes:
         arguments: Arguments of ``training_step`` for the running batch.
         outputs: Outputs of the finished micro-batches.
+        batch_sizes: What the ``batch_size=`` of each call of ``self.log`` counts.
         refusal: Reason why a micro-batch of the running batch has no loss; empty if all have one.
     """
 
     def __init__(self, trainer: Any, module: Any, loop: Any, weigh: Weigh | None) -> None:
         self.arguments: Mapping[str, Any] = {}
         self.outputs: list[MicroBatchOutput] = []
+        self.batch_sizes = BatchSizes()
         self.refusal = ""
         self._trainer, self._module, self._loop, self._weigh = trainer, module, loop, weigh
 
@@ -68,6 +70,7 @@ class ModuleStep:
             )
             raise InvalidArgument(self.refusal)
         loss, size = result.loss, describe(micro_batch).count
+        self.batch_sizes.note(logged, size)
         weight = float(size) if self._weigh is None else _sum_of(self._weigh(micro_batch))
         if isinstance(stated, Mean | Sum):
             weight = counts_of(stated)[""]

@@ -13,7 +13,7 @@ import torch
 from autobatch.batch.samples import describe
 from autobatch.errors import AutobatchError, DoesNotFit, InexactSplit, InvalidArgument
 from autobatch.exactness.comparison import samples_differ
-from autobatch.exactness.verification import verify
+from autobatch.exactness.verification import verify_in_training
 from autobatch.fitting.fit import fit
 from autobatch.fitting.options import Options
 from autobatch.integrations.attributes import replaced
@@ -32,6 +32,7 @@ from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.result import StepResult
+from autobatch.step.workload import Workload
 from autobatch.undo.undo import Undo
 
 _log = logging.getLogger("autobatch")
@@ -71,6 +72,7 @@ class Optimization:
             return found
         refuse_accumulation(self._trainer, self._module)
         self._step.arguments, self._step.refusal, self._batch_index = arguments, "", batch_index
+        self._step.batch_sizes.begin()
         self._closed = None
         loop._make_zero_grad_fn(batch_index, optimizer)()  # noqa: SLF001 - Lightning's own, with its hooks
         try:
@@ -113,6 +115,7 @@ class Optimization:
         )
         if is_resumed and self.saved:
             runner.load_state_dict(self.saved["runner"])
+            self._step.batch_sizes.is_whole.update(self.saved.get("batch_sizes", {}))
         self.plan, self.runner = plan, runner
         return runner
 
@@ -139,8 +142,21 @@ class Optimization:
         is_due = self._batches in _VERIFIED_AGAIN and runner.plan.accumulation_steps > 1 and ranks == 1
         if options.fit["check"] is None or not is_due:
             return
-        with self._keeping():
-            verdict = verify(model, batch, self._step.run, options.weigh, device=options.device)
+        plan = runner.plan
+        try:
+            with self._keeping():
+                verdict = verify_in_training(
+                    Workload(model, self._step.run, options.weigh),
+                    batch,
+                    device=self._device(),
+                    budget_bytes=plan.budget_bytes,
+                    most=plan.micro_batch_size,
+                )
+        except Exception as error:  # noqa: BLE001 - the step itself shows it if it cannot run
+            _log.info("batch %d was not compared with its parts: %s", self._batches, describe_error(error))
+            return
+        finally:
+            self._step.refusal = ""
         if verdict.exact or verdict.unchecked:
             return
         if options.fit["check"] == "raise":
@@ -163,12 +179,14 @@ class Optimization:
             self._step.outputs.clear()
             self._postponed = []
             try:
+                runner.ended_early = False
                 self._metrics.begin()
                 return runner.step(batch)
             except BaseException as error:
                 self._metrics.undo()
-                # The other ranks know that this one does not fit, and do not run the step again.
-                is_short = isinstance(error, DoesNotFit) and self._trainer.world_size == 1
+                # A step that has failed at one sample is hopeless. The other ranks know that this one does not fit, and
+                # do not run the step again.
+                is_short = isinstance(error, DoesNotFit) and runner.ended_early and self._trainer.world_size == 1
                 is_short = is_short or (not isinstance(error, AutobatchError) and is_oom(error))
                 if not isinstance(error, UnknownMetric) and (was_short or not is_short):
                     raise
@@ -205,7 +223,9 @@ class Optimization:
         loss = combine("mean", [output.loss for output in outputs], weights) if outputs else None
         beside = join_outputs([output.beside for output in outputs], sizes, weights)
         self._closed = self._loop.output_result_cls(loss, extra=beside)
-        calls = merge_calls([(output.weight, output.logged) for output in outputs], sum(sizes))
+        logged = [(output.weight, output.logged) for output in outputs]
+        wholes = {sum(sizes), getattr(self._trainer.train_dataloader, "batch_size", None)}
+        calls = merge_calls(logged, wholes, self._step.batch_sizes.is_whole)
         if self._metrics.learn(calls):
             raise UnknownMetric
         self._metrics.end()
@@ -245,7 +265,8 @@ class Optimization:
         """Return what a checkpoint holds; before the first step, what an earlier one held."""
         if self.plan is None or self.runner is None:
             return dict(self.saved or {})
-        return {"plan": self.plan.model_dump_json(), "runner": self.runner.state_dict()}
+        batch_sizes = dict(self._step.batch_sizes.is_whole)
+        return {"plan": self.plan.model_dump_json(), "runner": self.runner.state_dict(), "batch_sizes": batch_sizes}
 
     def _recall(self, target: int) -> Plan | None:
         """Return the checkpoint's plan if it serves here. It has the plan of one rank only."""

@@ -17,13 +17,18 @@ from autobatch.undo.undo import Undo
 
 
 class LightningRunner(Runner):
-    """A Runner whose update ``apply`` makes; it calls its argument right before the parameters move."""
+    """A Runner whose update ``apply`` makes; it calls its argument right before the parameters move.
+
+    Attributes:
+        ended_early: Whether memory ran out in the last step's update, before the parameters moved.
+    """
 
     _is_in_users_loop = False
 
     def __init__(self, apply: Callable[[Callable[[], None]], None], *arguments: Any, **named: Any) -> None:
         """Bind a plan to a module; the other arguments are Runner's."""
         self._apply = apply
+        self.ended_early = False
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         super().__init__(*arguments, **named)
         self._has_reported_gradients = True  # Lightning has cleared them, or its user's ``optimizer_zero_grad`` has not
@@ -36,6 +41,7 @@ class LightningRunner(Runner):
 
     def _finish(self, undo: Undo, shared: SharedStep | None, *, update: bool) -> None:
         """Let Lightning make the update, and commit right before its parameters move."""
+        self.ended_early = False
         self._memory.check_update()
         optimizer: Any = self._workload.optimizer
         handled, reason = sys.exc_info()[1], None
@@ -55,9 +61,11 @@ class LightningRunner(Runner):
             self._apply(commit)
             commit()  # an ``optimizer_step`` of the user may leave the optimizer's step out
         except BaseException as error:
+            is_short = isinstance(error, Exception) and is_oom(error, handled=handled)
             if not undo.is_released:
+                self.ended_early = is_short
                 forget_state(optimizer, made)
-            if not undo.is_released or not isinstance(error, Exception) or not is_oom(error, handled=handled):
+            if not undo.is_released or not is_short:
                 raise
             reason = describe_error(error, handled=handled)
         finally:
