@@ -287,7 +287,7 @@ class Accumulation:
         if divided is None:  # the step states a count of 0
             return
         loss = divided[0] * divided[1] if self.scale is None else self.scale(divided[0] * divided[1])
-        (self.backward or torch.Tensor.backward)(loss)
+        loss.backward() if self.backward is None else self.backward(loss)
 
     def _find_apart(self) -> Sequence[torch.Tensor]:
         """Memory that steps write into and that is never put back."""

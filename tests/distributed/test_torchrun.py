@@ -51,8 +51,8 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(undisturbed, tmp_pat
     command = torchrun("--max-restarts=1", LOSE_A_RANK, "rank", "12", RESTARTING, str(tmp_path / "saved.pt"))
     (ran,) = launch(command, **OWN_STORE)
     assert ran.line("weights ") == "weights " + undisturbed.partition("weights ")[2]
-    assert ran.line("rank 0") == "rank 0 of 2 goes on with batch 3 of epoch 1"
-    assert ran.line("rank 1") == "rank 1 of 2 goes on with batch 3 of epoch 1"
+    for rank in range(2):  # both write at once, so one line may hold both
+        assert f"rank {rank} of 2 goes on with batch 3 of epoch 1" in ran.output
     assert "(exitcode: -9)" in ran.errors
     assert ran.left_behind == []
 
