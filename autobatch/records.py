@@ -24,7 +24,7 @@ Saving = Literal["activation checkpointing", "autocast", "16-bit parameters"]
 class Record(BaseModel):
     """A frozen value that is compared by content; an undeclared field is refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", defer_build=True)
 
     def __repr__(self) -> str:
         """Return one line without fields that have their default; long fields are only counted."""

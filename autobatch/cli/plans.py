@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 from autobatch._formatting import format_bytes, plural, show_value
@@ -17,7 +18,7 @@ from autobatch.cli.output import DONE, NO, Answer, check_folder, find_kind, make
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.events.run_history import Run
 from autobatch.ledger.ledger import find_home, is_enabled
-from autobatch.ledger.store import Store, runs_id
+from autobatch.ledger.store import PlanHead, Store, read_plans, runs_id
 from autobatch.plan import Plan
 from autobatch.report.difference import diff_plans, diff_plans_data
 from autobatch.report.text import show_plan
@@ -27,38 +28,44 @@ _DAY_S = 24 * 60 * 60
 
 def list_plans(model: str | None, device: str | None, limit: int) -> Answer:
     with open_store() as store:
-        groups = _group(store.plans(model, device))
-        shown = [(group, [run for plan in group for run in store.runs_of(plan.id)]) for group in groups[:limit]]
-    data = [{"plan": group[0], "earlier": [plan.id for plan in group[1:]], "runs": runs} for group, runs in shown]
+        groups = _group(store.heads(model, device))
+        shown = []
+        for group in groups[:limit]:
+            for plan in islice(read_plans(path for path, _ in group), 1):  # the newest that can be read
+                ids = [head.id for _, head in group]
+                shown.append((plan, ids, [run for one in ids for run in store.runs_of(one)]))
+    data = [
+        {"plan": plan, "earlier": [one for one in ids if one != plan.id], "runs": runs} for plan, ids, runs in shown
+    ]
     if not data:
         return Answer(["no such plan is stored; autobatch fit MODULE:FUNCTION --target N makes one"], data)
     headings = ("id", "made", "model", "device", "plan", "peak", "confirmed", "runs")
     more = [f"the newest {limit} of {len(groups)}; --limit shows more"] if len(groups) > limit else []
-    return Answer([make_table((_plan_row(*one) for one in shown), headings, right={5}), *more], data)
+    rows = (_plan_row(plan, len(ids) - 1, runs) for plan, ids, runs in shown)
+    return Answer([make_table(rows, headings, right={5}), *more], data)
 
 
-def _group(plans: Iterable[Plan]) -> list[list[Plan]]:
+def _group(found: Iterable[tuple[str, PlanHead]]) -> list[list[tuple[str, PlanHead]]]:
     """Join each plan, the newest first, with the plans that it confirms."""
-    groups: list[list[Plan]] = []
-    group_of: dict[str, list[Plan]] = {}
-    for plan in plans:
-        group = group_of.get(plan.id) or group_of.get(plan.confirms)
+    groups: list[list[tuple[str, PlanHead]]] = []
+    group_of: dict[str, list[tuple[str, PlanHead]]] = {}
+    for path, head in found:
+        group = group_of.get(head.id) or group_of.get(head.confirms)
         if group is None:
             groups.append(group := [])
-        group.append(plan)
-        if plan.confirms:
-            group_of[plan.confirms] = group
+        group.append((path, head))
+        if head.confirms:
+            group_of[head.confirms] = group
     return groups
 
 
-def _plan_row(group: Sequence[Plan], runs: Sequence[Run]) -> Sequence[str]:
-    plan = group[0]
+def _plan_row(plan: Plan, times: int, runs: Sequence[Run]) -> Sequence[str]:
     division = f"{plan.target_batch} = {plan.accumulation_steps} x {plan.micro_batch_size}"
     if plan.world_size > 1:
         division = f"{plan.target_batch} on {plan.world_size} ranks"
     peak_bytes = max((one.peak_bytes for one in plan.ranks), default=plan.peak_bytes)
     peak = format_bytes(peak_bytes) if peak_bytes else "-"
-    confirmed = f"{len(group) - 1} x" if len(group) > 1 else "-"
+    confirmed = f"{times} x" if times else "-"
     steps, retries = sum(run.steps for run in runs), sum(run.retries for run in runs)
     went = f"{len(runs)}: {plural(steps, 'step')}, {plural(retries, 'retry', 'retries')}" if runs else "none"
     if runs and runs[0].outcome == "running":  # perhaps killed

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autobatch.events import Event, Retried, SizeChanged, StepFailed, StepFinished
-from autobatch.events.run_history import RankTotal, Run, Setback, StepRange, add_up, join_ranges, join_runs
+from autobatch.events.run_history import RankTotal, Run, Setback, StepRange, add_up, join_runs
 from autobatch.events.runner_events import RankStep
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.store import runs_id
@@ -43,17 +43,16 @@ class RunRecorder:
 
 
 class _RunFile:
-    """The run's file, and the part of the run that it does not have yet."""
+    """The run's file, and the part of the run that the file lacks."""
 
     def __init__(self, plan: Plan, ledger: Ledger) -> None:
         self._plan, self._ledger = plan, ledger
-        now = time.time()
         self._new = Run(
-            id=secrets.token_hex(8), plan_id=runs_id(plan), pid=os.getpid(), started_at=now, last_seen_at=now
+            id=secrets.token_hex(8), plan_id=runs_id(plan), pid=os.getpid(), started_at=time.time(), last_seen_at=0
         )
         self._began = time.monotonic()
         self._size = plan.micro_batch_size  # the most in a micro-batch now
-        self._steps: list[tuple[int, Sequence[int], int, int, float, Sequence[RankStep]]] = []  # not in the part yet
+        self._steps: list[tuple[StepRange, Sequence[RankStep]]] = []  # not in the part yet
         self._has_plan = False  # in the ledger
         self._due_at = self._rests_until = -float("inf")
         self._is_over = not ledger.is_enabled
@@ -65,15 +64,13 @@ class _RunFile:
             numbers = event.retries, event.peak_bytes, event.seconds, event.ranks
             self.count_step(event.step, event.micro_batch_sizes, *numbers)
         elif isinstance(event, (Retried, SizeChanged)):
-            self._add_steps()
+            self._add_up(setbacks=(_make_setback(event),))
             self._size = event.new_size
-            self._add(setbacks=(_make_setback(event),))
             if time.monotonic() >= self._rests_until:
                 self._write()
         elif isinstance(event, StepFailed):  # the run has failed, unless another step follows
-            self._add_steps()
             stopped = event.reason.startswith(KeyboardInterrupt.__name__)
-            self._add(outcome="interrupted" if stopped else "failed", reason=_shorten(event.reason))
+            self._add_up(outcome="interrupted" if stopped else "failed", reason=_shorten(event.reason))
             self._write()
 
     def count_step(  # noqa: PLR0917 - called in every step
@@ -85,47 +82,44 @@ class _RunFile:
         seconds: float,
         ranks: Sequence[RankStep] = (),
     ) -> None:
-        """Note a finished step; they are added up later, since each object that a step touches costs it time."""
         if self._is_over:
             return
-        self._steps.append((step, sizes, retries, peak_bytes, seconds, ranks))
+        part = StepRange(
+            first_step=step,
+            last_step=step,
+            allowed_size=self._size,
+            samples=sum(sizes),
+            micro_batch_size=max(sizes, default=0),
+            retries=retries,
+            peak_bytes=peak_bytes,
+            seconds=seconds,
+        )
+        self._steps.append((part, ranks))
         if time.monotonic() >= self._due_at:
             self._write()
         elif len(self._steps) * (1 + len(ranks)) >= _MOST_WAITING:
-            self._add_steps()
+            self._add_up()
 
-    def _add_steps(self) -> None:
+    def _add_up(self, **fields: Any) -> None:
+        """Move the waiting steps, and then these fields, into the part that the file lacks."""
         steps, self._steps = self._steps, []
-        if not steps:
-            return
-        ranges = (
-            StepRange(
-                first_step=step,
-                last_step=step,
-                allowed_size=self._size,
-                samples=sum(sizes),
-                micro_batch_size=max(sizes, default=0),
-                retries=retries,
-                peak_bytes=peak_bytes,
-                seconds=seconds,
-            )
-            for step, sizes, retries, peak_bytes, seconds, _ in steps
-        )
-        ranks = zip(*(row for *_, row in steps if row), strict=False)
-        totals = tuple(RankTotal(steps=len(rank), **add_up(rank)) for rank in ranks)
-        self._add(ranges=join_ranges(ranges), ranks=totals, outcome="running", reason="")
-
-    def _add(self, **fields: Any) -> None:
-        nothing: dict[str, Any] = {"ranges": (), "setbacks": (), "ranks": ()}
-        self._new = join_runs([self._new, self._new.model_copy(update={**nothing, **fields})])
+        ranks = zip(*(rows for _, rows in steps if rows), strict=False)
+        more: dict[str, Any] = {
+            "ranges": tuple(part for part, _ in steps),
+            "setbacks": (),
+            "ranks": tuple(RankTotal(steps=len(rank), **add_up(rank)) for rank in ranks),
+            **({"outcome": "running", "reason": ""} if steps else {}),
+        }
+        self._new = join_runs([self._new, self._new.model_copy(update={**more, **fields})])
 
     def finish(self) -> None:
         """Write the end, if anything has happened."""
-        self._add_steps()
-        has_begun = self._has_plan or self._new.ranges or self._new.setbacks or self._new.outcome != "running"
-        if not self._is_over and has_begun:
-            if self._new.outcome == "running":
-                self._add(outcome="finished")
+        if self._is_over:
+            return
+        self._add_up()
+        if self._new.outcome == "running" and (self._has_plan or self._new.ranges or self._new.setbacks):
+            self._add_up(outcome="finished")
+        if self._new.outcome != "running":
             self._write()
         self._is_over = True
 
@@ -135,8 +129,7 @@ class _RunFile:
             self._is_over = True  # in a forked child, whose parent has the run
             return
         began = time.monotonic()
-        self._add_steps()
-        self._add(last_seen_at=time.time())
+        self._add_up(last_seen_at=time.time())
         ranks = len(self._new.ranks)
         self._has_plan = self._has_plan or self._ledger.begin_run(self._plan)
         written = self._ledger.update_run(self._new) if self._has_plan else "not now"

@@ -24,9 +24,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run, join_lines
@@ -41,14 +41,29 @@ _MOST_PLANS = 2000  # of one fingerprint: each start of a script adds one of som
 _MOST_READ = 200  # of them, by a start of a script: older ones would cost it time
 
 
+_Found = TypeVar("_Found", bound=BaseModel)
+
 logger = logging.getLogger("autobatch")
 _warned: set[str] = set()
+
+
+class _Device(BaseModel):
+    name: str
+
+
+class PlanHead(BaseModel):
+    """The fields by which plans are listed: reading a whole plan takes ten times as long."""
+
+    id: str
+    model: str = ""
+    confirms: str = ""
+    device: _Device
 
 
 class _PlanFile(NamedTuple):
     """A stored plan that is not read yet."""
 
-    path: Path
+    path: str
     order: int  # time of change, in nanoseconds; the largest is the newest
     whole: str  # id of rank 0's plan
     rank: int
@@ -105,31 +120,28 @@ class Store:
 
     def plans(self, model: str | None = None, device: str | None = None, limit: int | None = None) -> list[Plan]:
         """Return rank 0's plans with these texts in the names of model and device, the last stored first."""
-        wanted = (
-            plan
-            for plan in _read_plans(file for file in self._list_plans() if not file.rank)
-            if (model or "").lower() in plan.model.lower() and (device or "").lower() in plan.device.name.lower()
-        )
-        return list(islice(wanted, limit))
+        wanted = (path for path, _ in self.heads(model, device))
+        return list(islice(read_plans(wanted), limit))
+
+    def heads(self, model: str | None = None, device: str | None = None) -> Iterator[tuple[str, PlanHead]]:
+        """Yield the file and the head of each of these plans."""
+        for path, head in _read((file.path for file in self._list_plans() if not file.rank), PlanHead):
+            if (model or "").lower() in head.model.lower() and (device or "").lower() in head.device.name.lower():
+                yield path, head
 
     def plans_like(self, fingerprint: str, rank: int = 0) -> list[Plan]:
         """Return a rank's newest plans of a fingerprint, the newest first; none for an empty fingerprint."""
-        files = [file for file in _list_folder(self._plans / _file_name(fingerprint)) if file.rank == rank]
-        found = _read_plans(files[:_MOST_READ])
-        return [plan for plan in found if plan.fingerprint == fingerprint != ""]
+        files = [file.path for file in _list_folder(self._plans / _file_name(fingerprint)) if file.rank == rank]
+        return [plan for plan in read_plans(files[:_MOST_READ]) if plan.fingerprint == fingerprint != ""]
 
     def find_plan(self, id_or_prefix: str) -> Plan:
         """Return the plan of this id, or the only one whose id begins so; ``InvalidArgument`` if there is none."""
-        file = self._find_file(id_or_prefix, self._list_plans())
-        try:
-            return _read_plan(file.path)
-        except _UnreadableError as error:
-            raise InvalidArgument(f"plan {file.id} cannot be read ({error}): run fit() again") from None
+        return Plan.load(self._find_file(id_or_prefix, self._list_plans()).path)
 
     def runs_of(self, plan_id: str) -> list[Run]:
         """Return the runs of rank 0's plan of this id, the newest first, without those that cannot be read."""
         files = [Path(entry.path) for entry in _scan(self._runs / plan_id) if entry.name.endswith(".jsonl")]
-        runs = [run for run in map(_read_run, files) if run is not None]
+        runs = [run for file in files if (run := join_lines(_read_lines(file))) is not None]
         return sorted(runs, key=lambda run: run.started_at, reverse=True)
 
     def forget(
@@ -156,7 +168,7 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
 
     def _list_plans(self) -> list[_PlanFile]:
-        folders = [Path(entry.path) for entry in _scan(self._plans) if entry.is_dir()]
+        folders = [entry for entry in _scan(self._plans) if entry.is_dir()]
         files = [file for folder in folders for file in _list_folder(folder)]
         return sorted(files, key=lambda file: file.order, reverse=True)
 
@@ -175,7 +187,7 @@ class Store:
     def _delete(self, files: Iterable[_PlanFile], wholes: set[str]) -> None:
         for file in files:
             if file.whole in wholes:
-                file.path.unlink(missing_ok=True)
+                Path(file.path).unlink(missing_ok=True)
         for whole in wholes:
             shutil.rmtree(self._runs / whole, ignore_errors=True)
 
@@ -196,18 +208,18 @@ def _file_name(text: str) -> str:
     return text if is_name else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
-def _list_folder(folder: Path) -> list[_PlanFile]:
+def _list_folder(folder: os.PathLike[str]) -> list[_PlanFile]:
     files = []
     for entry in _scan(folder):
         match = _PLAN_FILE.fullmatch(entry.name)
         with suppress(FileNotFoundError):  # another process has just deleted it
             if match is not None:
                 whole, rank, name = match.groups()
-                files.append(_PlanFile(Path(entry.path), entry.stat().st_mtime_ns, whole or name, int(rank or 0), name))
+                files.append(_PlanFile(entry.path, entry.stat().st_mtime_ns, whole or name, int(rank or 0), name))
     return sorted(files, key=lambda file: file.order, reverse=True)
 
 
-def _scan(folder: Path) -> list[os.DirEntry[str]]:
+def _scan(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -221,38 +233,30 @@ def warn_once(cause: str, message: str) -> None:
         logger.warning("%s", message)
 
 
-class _UnreadableError(Exception):
-    """Why a file is not a plan, in one line."""
+def read_plans(paths: Iterable[str]) -> Iterator[Plan]:
+    """Read the plans in these files, without those that cannot be read."""
+    return (plan for _, plan in _read(paths, Plan))
 
 
-def _read_plan(path: Path) -> Plan:
-    try:
-        return Plan.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise _UnreadableError(spell_invalid(error)) from None
-    except OSError as error:
-        raise _UnreadableError(error.strerror or type(error).__name__) from None
-
-
-def _read_plans(files: Iterable[_PlanFile]) -> Iterator[Plan]:
-    for file in files:
+def _read(paths: Iterable[str], kind: type[_Found]) -> Iterator[tuple[str, _Found]]:
+    for path in paths:
         try:
-            yield _read_plan(file.path)
-        except _UnreadableError as error:
-            warn_once("plan", f"{file.path} is not one that this version reads ({error}): such files are left out")
+            with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a Path costs as much as the reading
+                content = file.read()
+            yield path, kind.model_validate_json(content)
+        except (OSError, ValidationError) as error:
+            reason = spell_invalid(error) if isinstance(error, ValidationError) else error.strerror
+            warn_once("plan", f"{path} is not one that this version reads ({reason}): such files are left out")
 
 
-def _read_run(path: Path) -> Run | None:
-    """Join the parts in a run's file; a damaged line is left out."""
-    parts = []
-    try:
+def _read_lines(path: Path) -> Iterator[Run]:
+    """Yield the parts of a run; a damaged line is left out."""
+    lines: list[bytes] = []
+    with suppress(FileNotFoundError):  # another process has just deleted it
         lines = path.read_bytes().splitlines()
-    except FileNotFoundError:  # another process has just deleted it
-        return None
     for line in lines:
         try:
-            parts.append(Run.model_validate_json(line))
+            yield Run.model_validate_json(line)
         except ValidationError as error:
             what = f"{path} has a line that this version does not read ({spell_invalid(error)}): it is left out"
             warn_once("run", what)
-    return join_lines(parts)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from autobatch._bounds import SHORTEST
-from autobatch._formatting import format_bytes, plural
+from autobatch._formatting import format_bytes, plural, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run
 from autobatch.planning.curve import MemoryCurve, ran
@@ -76,8 +76,8 @@ class Peaks(NamedTuple):
 
 def plot(charts: Mapping[str, Chart], kind: str, ax: Axes | None) -> Axes:
     """Draw the chart of this kind on the given Axes, or on those of a new figure."""
-    if kind not in charts:
-        raise InvalidArgument(f"plot({kind!r}): pass 'peak' or 'memory'")
+    if not isinstance(kind, str) or kind not in charts:
+        raise InvalidArgument(f"plot({show_value(kind)}): pass 'peak' or 'memory', and Axes as ax=")
     chart = charts[kind]
     if ax is None:
         try:
