@@ -56,7 +56,7 @@ class Example(NamedTuple):
 
     layout: Layout
     warnings: tuple[str, ...] = ()
-    # With the smallest sample of a dataset before them: it may have nothing to count.
+    # With the smallest sample of a dataset before them: it may have nothing to count, as an image without a box.
     with_smallest: Layout | None = None
 
 
@@ -65,22 +65,11 @@ def find_example(
 ) -> Example:
     """Return a given batch, about ``most`` samples of a Dataset or DataLoader, or a batch inferred from the model."""
     if batch is None and has_own_step:
-        raise NeedsBatch(
-            f"no batch= was given, and what your step() takes cannot be read from {_name(unwrap_model(model))}: pass "
-            f"an example as batch=, such as next(iter(loader)) or the loader itself"
-        )
+        raise _needs_batch(unwrap_model(model), "what your step() takes cannot be read from it")
     if batch is None:
         why = "no batch= was given: sizes were tried with an input inferred from the model; real samples may be larger"
         return Example(describe(infer_example(model)), (why,))
-    if not is_source(batch):
-        return Example(describe(batch))
-    layout, note, has_smallest = choose_samples(batch, min(most, _MOST_SAMPLES), lengths)
-    warnings = () if note is None else (note,)
-    if not has_smallest:
-        return Example(layout, warnings)
-    # First, where the few samples that are compared have it in any case.
-    count = layout.count - 1
-    return Example(layout.part(range(count)), warnings, layout.part([count, *range(count)]))
+    return choose_samples(batch, min(most, _MOST_SAMPLES), lengths) if is_source(batch) else Example(describe(batch))
 
 
 def is_source(batch: Any) -> bool:
@@ -107,14 +96,10 @@ def choose_samples(
     count: int,
     lengths: ByLength | None = None,
     *,
-    adds_smallest: bool = True,
     scan_limit: int = 2048,
     time_limit: float = 10.0,
-) -> tuple[Layout, str | None, bool]:
-    """Return the ``count`` largest samples in one batch, a note on the search, and whether the smallest was added.
-
-    With ``lengths`` half of them are the longest, and the others have all shorter lengths. Otherwise the smallest
-    sample is the last one: it may have nothing to count, as an image without a box.
+) -> Example:
+    """Return the ``count`` largest samples in one batch; with ``lengths`` half of them, and samples of shorter lengths.
 
     A map-style dataset is looked at evenly: ``scan_limit`` samples, and none after ``time_limit`` seconds. A stream
     gives one batch, since training may not get what was read. A loader of whole batches (``batch_size=None``) gives the
@@ -135,17 +120,19 @@ def choose_samples(
             f"one batch of {type(opened.dataset).__name__} was read, and training does not get it if this stream goes "
             f"on where it was left; pass a batch to read none"
         )
-        return opened.describe(largest), was_read, False
+        return Example(opened.describe(largest), (was_read,))
     keys = opened.keys()
     chosen = (opened.dataset[keys[index]] for index in _spread(len(keys), scan_limit))
     largest, smallest, seen = opened.rank(chosen, count, time_limit)
     kind = "batches" if opened.gives_batches else "samples"
     looked_at = f"the largest was looked for among {seen} of the dataset's {len(keys)} {kind}"
-    note = looked_at if seen < len(keys) else None
-    if adds_smallest and smallest:
+    warnings = (looked_at,) if seen < len(keys) else ()
+    if smallest:
         with suppress(Exception):  # of a collate function that does not pad: the largest may be of one size
-            return opened.describe([*largest, *smallest]), note, True
-    return opened.describe(largest), note, False
+            layout, most = opened.describe([*largest, *smallest]), len(largest)
+            # The smallest comes first, where the few samples that are compared have it in any case.
+            return Example(layout.part(range(most)), warnings, layout.part([most, *range(most)]))
+    return Example(opened.describe(largest), warnings)
 
 
 @dataclass(frozen=True)
@@ -256,7 +243,7 @@ def infer_example(model: nn.Module) -> Any:
     try:
         one = describe(example).grown(1).batch
     except InvalidArgument as error:
-        raise NeedsBatch(f"{_name(inner)}.example_input_array is not a batch ({error}): pass batch=") from error
+        raise _needs_batch(inner, f"its example_input_array is not a batch ({error})") from error
     device = next((held.device for held in (*inner.parameters(), *inner.buffers())), torch.device("cpu"))
     dtypes = (parameter.dtype for parameter in inner.parameters() if parameter.is_floating_point())
     dtype = next(dtypes, torch.get_default_dtype())
@@ -287,20 +274,25 @@ def _input_of_first_layer(model: nn.Module) -> torch.Tensor:
     layers = ((name, layer) for name, layer in model.named_modules() if _takes_input(layer))
     name, layer = next(layers, ("", None))
     if layer is None:
-        raise NeedsBatch(f"{_name(model)} has no layer with parameters that shows its input: pass an example as batch=")
+        raise _needs_batch(model, "it has no layer with parameters that shows its input")
     parameters: Iterable[inspect.Parameter] = ()
     with suppress(TypeError, ValueError):  # a scripted forward shows no signature
         parameters = inspect.signature(model.forward).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
     if len(required) > 1:
-        raise NeedsBatch(f"{_name(model)}.forward needs {', '.join(required)}: pass an example of them as batch=")
+        fields = ", ".join(f'"{name}": {name}' for name in required)
+        raise _needs_batch(model, f"its forward() needs {' and '.join(required)}", f"{{{fields}}}")
     if isinstance(layer, nn.Embedding):
         return _tokens(model, name, layer)
     vectors_only = not any(isinstance(module, _MIXES_MORE_THAN_FEATURES) for module in model.modules())
     if isinstance(layer, nn.Linear) and layer.in_features > 0 and vectors_only:
         return torch.zeros(1, layer.in_features)
     raise _stays_open(model, name, layer)
+
+
+def _needs_batch(model: nn.Module, why: str, example: str = "next(iter(loader)), or the loader itself") -> NeedsBatch:
+    return NeedsBatch(f"no batch= was passed with {type(model).__name__}, and {why}: pass batch={example}")
 
 
 def _takes_input(layer: nn.Module) -> bool:
@@ -313,7 +305,8 @@ def _tokens(model: nn.Module, name: str, layer: nn.Embedding) -> torch.Tensor:
     """Return token numbers of the greatest length, each in the vocabulary."""
     config = getattr(model, "config", None)
     if _lookup(config, "is_encoder_decoder"):
-        raise NeedsBatch(f"{_name(model)} is an encoder and a decoder: pass the input of both as batch=")
+        both = '{"input_ids": tokens, "labels": labels}'
+        raise _needs_batch(model, "it is an encoder and a decoder, which need the input of both", both)
     lengths = (_lookup(source, length) for source in (config, model) for length in _LENGTHS)
     length = next((value for value in lengths if isinstance(value, int) and value > 0), None)
     if length is None:
@@ -324,24 +317,16 @@ def _tokens(model: nn.Module, name: str, layer: nn.Embedding) -> torch.Tensor:
     if positions is not None and positions.padding_idx is not None:
         length -= positions.padding_idx + 1
     if length > _LONGEST:
-        raise NeedsBatch(
-            f"{_name(model)} allows {length} tokens, more than most train with: pass the length you use as "
-            f"batch=torch.zeros(1, 2048, dtype=torch.long)"
-        )
+        own_length = "torch.zeros(1, 2048, dtype=torch.long), with the length you use"
+        raise _needs_batch(model, f"it allows {length} tokens, more than most train with", own_length)
     return (torch.arange(length) % layer.num_embeddings).unsqueeze(0)
 
 
 def _stays_open(model: nn.Module, name: str, layer: nn.Module) -> NeedsBatch:
     kind = type(layer).__name__
-    return NeedsBatch(
-        f"{_name(model)}'s first layer, {f'{name} ({kind})' if name else kind}, does not show the input's shape: pass "
-        f"an example as batch=, such as next(iter(loader))"
-    )
+    shown = f"{name} ({kind})" if name else kind
+    return _needs_batch(model, f"its first layer, {shown}, does not show the input's shape")
 
 
 def _lookup(source: Any, name: str) -> Any:
     return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
-
-
-def _name(model: nn.Module) -> str:
-    return type(model).__name__

@@ -64,7 +64,7 @@ class TestExampleInput:
     def test_one_that_is_no_batch(self) -> None:
         """One whose tensors disagree is refused by name."""
         with pytest.raises(
-            NeedsBatch, match=r"Net\.example_input_array is not a batch .*batch\[0\] has 2, batch\[1\] has 3"
+            NeedsBatch, match=r"Net, and its example_input_array is not a batch .*batch\[0\] has 2, batch\[1\] has 3"
         ):
             infer_example(Net(CONV, example_input_array=(torch.ones(2), torch.ones(3))))
 
@@ -161,7 +161,7 @@ def test_open_shapes(layer: nn.Module, name: str) -> None:
     """One line names the layer, and says what to pass."""
     with pytest.raises(NeedsBatch) as caught:
         infer_example(nn.Sequential(layer))
-    assert str(caught.value).startswith(f"Sequential's first layer, {name}")
+    assert str(caught.value).startswith(f"no batch= was passed with Sequential, and its first layer, {name}")
 
 
 class TwoArguments(Net):
@@ -176,13 +176,13 @@ class Encoder(Net):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Net(), "Net has no layer with parameters"),
-        (Net(nn.LayerNorm(4)), r"0 \(LayerNorm\), does not show the input's shape: pass an example as batch="),
+        (Net(), "Net, and it has no layer with parameters"),
+        (Net(nn.LayerNorm(4)), r"0 \(LayerNorm\), does not show the input's shape: pass batch="),
         (nn.Conv2d(3, 4, 3), "first layer, Conv2d, does not show"),
         (Net(nn.Linear(5, 4), nn.LSTM(4, 2)), r"\(Linear\), does not show"),
         (Net(nn.Linear(5, 4), nn.TransformerEncoderLayer(4, 2)), r"\(Linear\), does not show"),
         (nn.LazyLinear(4), "does not show the input's shape"),
-        (TwoArguments(nn.Linear(5, 4)), "forward needs x, mask"),
+        (TwoArguments(nn.Linear(5, 4)), r'needs x and mask: pass batch=\{"x": x, "mask": mask\}'),
         (Encoder(nn.Embedding(9, 2)), "an encoder and a decoder"),
         (Net(nn.Embedding(9, 2), config={"max_position_embeddings": 131072}), "allows 131072 tokens"),
         (Net(nn.Embedding(9, 2), max_seq_len=None), "does not show"),
@@ -208,7 +208,7 @@ def test_device_and_dtype_are_the_models(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")  # such models are still around
 def test_traced_models_show_nothing() -> None:
     """A traced model shows neither its layers' kinds nor its signature, and says what to pass."""
-    with pytest.raises(NeedsBatch, match="pass an example as batch="):
+    with pytest.raises(NeedsBatch, match="pass batch="):
         infer_example(torch.jit.trace(perceptron(), torch.zeros(1, 5)))
 
 

@@ -60,10 +60,11 @@ def test_the_picture_shows_trials_curve_limit_and_plan():
     assert draw(partial(draw_speeds, card_plan())).get_title("right") == "43 samples: 811.3/s"
 
 
-def test_an_unknown_picture_is_refused():
+@pytest.mark.parametrize("kind", ["speed", [], None])
+def test_an_unknown_picture_is_refused(kind):
     """With those that there are."""
     with pytest.raises(InvalidArgument, match="'peak' or 'memory'"):
-        card_plan().plot("speed")
+        card_plan().plot(kind)
 
 
 @few

@@ -110,7 +110,7 @@ def collate_largest(loader: Any) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     try:
-        return choose_samples(loader, _MOST_COLLATED, adds_smallest=False)[0].batch
+        return choose_samples(loader, _MOST_COLLATED).layout.batch
     except Exception as error:  # noqa: BLE001 - the user's own code, which may ask for an order or for other keys
         reason = f"{type(error).__name__}: {error}"
     _log.info("could not collate the largest samples (%s): the first batch is used to find the size", reason)
