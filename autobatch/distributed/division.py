@@ -16,8 +16,8 @@ from autobatch.distributed.reduction import make_loss
 from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
+from autobatch.planning.division import Share, share_target
 from autobatch.planning.plan_record import RankPlan
-from autobatch.planning.shares import Share, share_target
 from autobatch.records import Trial
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.workload import Workload

@@ -17,8 +17,8 @@ from autobatch._arguments import check_switch, is_instance_with
 from autobatch._bounds import LARGEST
 from autobatch._formatting import name_type, plural, show_value
 from autobatch.errors import InvalidArgument
+from autobatch.planning.division import share_batch
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.shares import share_batch
 
 
 class ShareSampler(Sampler[list[int]]):

@@ -1,7 +1,8 @@
 """Defines the events of ``fit``, ``Runner`` and ``map`` as records with a log line each, and the protocol ``Hook``."""
 
-from autobatch.events.event import Event, Hook, emit, log_event
-from autobatch.events.fit_and_map_events import (
+from autobatch.events.event import (
+    Event,
+    Hook,
     MapFinished,
     PieceFinished,
     PieceRetried,
@@ -10,6 +11,8 @@ from autobatch.events.fit_and_map_events import (
     PlanRefused,
     StageBegan,
     TrialFinished,
+    emit,
+    log_event,
 )
 from autobatch.events.runner_events import (
     BatchDiffers,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from autobatch._formatting import format_bytes
 from autobatch._user_errors import contextmanager
-from autobatch.events.event import Event, Hook
-from autobatch.events.fit_and_map_events import TrialFinished
+from autobatch.events.event import Event, Hook, TrialFinished
 
 if TYPE_CHECKING:
     from rich.progress import Progress

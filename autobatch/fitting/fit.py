@@ -34,10 +34,9 @@ from autobatch.memory.device import Device, collecting_new_objects
 from autobatch.memory.devices import Allowance, find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.plan import Plan
-from autobatch.planning.division import Objective
+from autobatch.planning.division import Objective, Share
 from autobatch.planning.plan_record import RankPlan
 from autobatch.planning.reuse import Wanted
-from autobatch.planning.shares import Share
 from autobatch.records import Verdict
 from autobatch.step.default_step import NO_LOSS, default_step
 from autobatch.step.loop_guard import refuse_sample_gradients

@@ -22,8 +22,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.events import Hook
 from autobatch.memory.device import Device
 from autobatch.memory.devices import parse_device, parse_headroom
-from autobatch.planning.division import Objective
-from autobatch.planning.shares import Share
+from autobatch.planning.division import Objective, Share
 from autobatch.step.workload import Weigh, check_weigh
 from autobatch.training.given_backward import Backward
 from autobatch.training.step_events import check_hooks

@@ -26,7 +26,7 @@ from autobatch.distributed.division import SharedTrials
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.planning.evidence import FIRST_SIZE
+from autobatch.planning.next_trial import FIRST_SIZE
 from autobatch.records import MemoryUsage, Phase, Saving, Trial
 from autobatch.step.model_info import find_savings, is_compiled, watch_savings
 from autobatch.step.workload import Workload, read_output

@@ -18,8 +18,7 @@ from autobatch.fitting.make_plan import ExampleBatch, Found, Request
 from autobatch.fitting.probe import Probe
 from autobatch.planning.curve import fit_curve, growing_reserved
 from autobatch.planning.division import balance, least_size, useful_sizes
-from autobatch.planning.evidence import Question
-from autobatch.planning.next_trial import choose_size, next_size, next_smaller_size
+from autobatch.planning.next_trial import Question, choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.reuse import choose_remembered, why_not_confirmed
 from autobatch.planning.sizes_by_length import choose_size as choose_size_at

@@ -25,8 +25,7 @@ from autobatch.events import Hook, StageBegan, emit
 from autobatch.events.progress import showing_progress
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
-from autobatch.planning.division import balance
-from autobatch.planning.shares import share_target
+from autobatch.planning.division import balance, share_target
 from autobatch.prediction.cards import Gpu, explain_choice, find_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate

@@ -17,7 +17,7 @@ import torch
 
 from autobatch.batch.samples import Layout
 from autobatch.memory.cuda import uses_expandable_segments
-from autobatch.planning.evidence import FIRST_SIZE, Forecast
+from autobatch.planning.next_trial import FIRST_SIZE, Forecast
 from autobatch.prediction.allocator import simulate
 from autobatch.prediction.cards import GPUS, Gpu, make_gpu
 from autobatch.prediction.child_process import run_apart

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from autobatch._bounds import SHORTEST
 from autobatch._formatting import format_bytes, plural
+from autobatch.planning.division import seconds_by_speed
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.shares import seconds_by_speed
 from autobatch.records import DeviceInfo, Phase, Saving, Trial
 from autobatch.report.sections import format_seconds
 

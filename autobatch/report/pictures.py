@@ -11,8 +11,8 @@ from autobatch._formatting import format_bytes, plural, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run
 from autobatch.planning.curve import MemoryCurve, ran
+from autobatch.planning.division import find_slowest
 from autobatch.planning.plan_record import PlanRecord, RankPlan
-from autobatch.planning.shares import find_slowest
 from autobatch.records import Trial
 from autobatch.report.breakdown import Part, held_bytes
 from autobatch.report.sections import Chart, ends, format_seconds

@@ -12,8 +12,8 @@ from autobatch._bounds import SHORTEST
 from autobatch._formatting import format_bytes
 from autobatch.events.run_history import RankTotal, Run, StepRange
 from autobatch.planning.curve import MemoryCurve, ran
+from autobatch.planning.division import find_slowest
 from autobatch.planning.plan_record import PlanRecord, RankPlan
-from autobatch.planning.shares import find_slowest
 from autobatch.report.advice import advise, advise_ranks, tenant_lines
 from autobatch.report.breakdown import Part, chosen_trial, memory_parts
 from autobatch.report.pictures import draw_peaks, draw_run, draw_speeds, part_chart, plan_peaks, rank_chart

@@ -158,7 +158,7 @@ def test_a_damaged_file_costs_itself_and_one_log_line(tmp_path, store, caplog, c
     assert names(store.plans(limit=1)) == names(store.plans()) == names(store.plans_like("f1")) == ["a"]
     assert len(caplog.records) == 1
     assert (tmp_path / "home" / "plans" / "f1" / "b.json").read_bytes() == content
-    with pytest.raises(InvalidArgument, match=r"b\.json is not a plan that this version reads \(.*\); run fit\(\) again"):
+    with pytest.raises(InvalidArgument, match=r"b\.json is not a plan that .* reads \(.*\); run fit\(\) again"):
         store.find_plan("b")
     assert store.forget(["b"]) == 1
     store.add_plan(make_plan("c"))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autobatch.planning.division import useful_sizes
-from autobatch.planning.evidence import Forecast, Question, fits
-from autobatch.planning.next_trial import choose_size, most_trials, next_size
+from autobatch.planning.next_trial import Forecast, Question, choose_size, fits, most_trials, next_size
 from autobatch.records import Trial
 
 pytestmark = pytest.mark.quick

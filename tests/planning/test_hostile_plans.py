@@ -31,7 +31,7 @@ def use(plan, folder):
     assert len(str(plan).splitlines()) == 1
     assert plan.explain()
     assert plan._repr_html_()
-    assert max(len(cell.splitlines()) for cell in _plan_row([plan], [])) == 1
+    assert max(len(cell.splitlines()) for cell in _plan_row(plan, 0, [])) == 1
     for framework in ("huggingface", "deepspeed"):
         try:
             assert plan.settings(framework)

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autobatch.planning.division import useful_sizes
-from autobatch.planning.evidence import Question, draw_line, fits
-from autobatch.planning.next_trial import choose_size, most_trials, next_size, next_smaller_size
+from autobatch.planning.next_trial import (
+    Question,
+    choose_size,
+    draw_line,
+    fits,
+    most_trials,
+    next_size,
+    next_smaller_size,
+)
 from autobatch.records import Outcome, Trial
 
 pytestmark = pytest.mark.quick

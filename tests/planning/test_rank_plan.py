@@ -11,7 +11,7 @@ from plans import make_plan, make_whole_plans
 from pydantic import ValidationError
 
 from autobatch.plan import Plan
-from autobatch.planning.shares import find_slowest, seconds_by_speed
+from autobatch.planning.division import find_slowest, seconds_by_speed
 
 pytestmark = pytest.mark.quick
 

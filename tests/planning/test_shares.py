@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
-from autobatch.planning.division import spread
-from autobatch.planning.shares import share_batch, share_target
+from autobatch.planning.division import share_batch, share_target, spread
 
 pytestmark = pytest.mark.quick
 

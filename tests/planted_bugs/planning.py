@@ -16,7 +16,9 @@ def an_untried_size_is_promised(real, question, trials, objective="throughput"):
     return None if chosen is None else min((size for size in question.sizes if size > chosen), default=chosen)
 
 
-@bug("autobatch.planning.evidence.fits", "tests/planning/test_next_trial.py::test_a_trial_above_the_limit_does_not_fit")
+@bug(
+    "autobatch.planning.next_trial.fits", "tests/planning/test_next_trial.py::test_a_trial_above_the_limit_does_not_fit"
+)
 def the_headroom_is_used_up(real, question, trial):
     """A size that ran only in the headroom becomes the plan."""
     return trial.outcome == "fits"

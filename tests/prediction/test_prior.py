@@ -22,8 +22,7 @@ from workloads import Plain, make_batch, mean_step
 import autobatch
 from autobatch.batch.samples import describe
 from autobatch.planning.division import useful_sizes
-from autobatch.planning.evidence import Question
-from autobatch.planning.next_trial import choose_size, most_trials, next_size
+from autobatch.planning.next_trial import Question, choose_size, most_trials, next_size
 from autobatch.prediction.cards import make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
