@@ -157,8 +157,8 @@ def fit(
             refuse_sample_gradients(module.named_parameters())
             division = Division(ranks, target_batch, share)
             kind = "None" if cut is None else "by_length()" if isinstance(cut, ByLength) else "a function"
-            described = {"objective": objective, "cut": kind}
-            gathered.extend(division.describe(workload, device, float32=accumulate_in_float32, **described))
+            in_float32 = accumulate_in_float32
+            gathered.extend(division.describe(workload, device, float32=in_float32, objective=objective, cut=kind))
         division.compare(gathered)
         ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
         # If all ranks try the same sizes, a plan that only some of them remember could not be confirmed.
@@ -189,13 +189,16 @@ def fit(
                         found = search(request)
                         rates.append({"rate": found.rate})
                     found = settle(request, found, division.divide(rates))
-                    checked = _check(request, found, check, batch)
-                    plans.append(_describe_own(request, found).model_dump())
+                    verdict, warnings = _check_split(request, found, check)
+                    warnings = (*warnings, *warn_of_loader(batch, target_batch, division.samples, division.size))
+                    plans.append(_describe_own(request, found))
                 memory.reclaim()
     seconds = time.perf_counter() - started
-    plan = make_plan(request, found, checked, [RankPlan(**fields) for fields in plans], seconds)
+    plan = make_plan(request, found, (verdict, warnings), [RankPlan(**fields) for fields in plans], seconds)
     ledger.remember(plan)
-    _report(plan, checked[1], has_optimizer=optimizer is not None)
+    # A step without a loss trains on nothing, which matters once there is an optimizer.
+    no_loss = (NO_LOSS,) if optimizer is not None and NO_LOSS in plan.warnings else ()
+    emit(PlanMade(summary=str(plan)[len("autobatch: ") :], warnings=(*no_loss, *warnings), **request.whose))
     return plan
 
 
@@ -231,12 +234,6 @@ def _find_allowance(memory: Device, division: Division, budget: Any, headroom: A
     return own.model_copy(update={"headroom_bytes": own.budget_bytes - limit_bytes})
 
 
-def _check(request: Request, found: Found, check: str | None, batch: Any) -> Checked:
-    division = request.division
-    verdict, warnings = _check_split(request, found, check)
-    return verdict, (*warnings, *warn_of_loader(batch, division.target, division.samples, division.size))
-
-
 def _check_split(request: Request, found: Found, check: str | None) -> Checked:
     """Compare gradients of a few samples whole and in parts, unless ``check`` is ``None``.
 
@@ -248,20 +245,16 @@ def _check_split(request: Request, found: Found, check: str | None) -> Checked:
     verdict = _NOT_CHECKED if request.division.trials.are_shared else _compare(request, found)
     if verdict.exact:
         return verdict, ()
-    splits = found.size < found.samples
-    known: tuple[str, ...] = ()
-    if splits and not verdict.unchecked:
-        known = (str(verdict),)
-    elif splits and found.batch.norms:  # these are known to be inexact without a comparison
-        known = (warn_of_batch_norms(found.batch.norms, found.size, found.samples),)
-    if splits and check == "raise":
-        raise InexactSplit(
-            known[0]
-            if known
-            else f"it could not be checked whether splitting is exact: {verdict.unchecked}; check='warn' plans without"
-        )
+    warnings: tuple[str, ...] = ()
+    if found.size < found.samples and not verdict.unchecked:
+        warnings = (str(verdict),)
+    elif found.size < found.samples and found.batch.norms:  # these are known to be inexact without a comparison
+        warnings = (warn_of_batch_norms(found.batch.norms, found.size, found.samples),)
+    if found.size < found.samples and check == "raise":
+        why = f"it could not be checked whether splitting is exact: {verdict.unchecked}; check='warn' plans without"
+        raise InexactSplit(warnings[0] if warnings else why)
     # A retry may split a step that the plan runs whole, so a missing check is a warning there too.
-    return verdict, (*known, str(verdict)) if verdict.unchecked else known
+    return verdict, (*warnings, str(verdict)) if verdict.unchecked else warnings
 
 
 def _compare(request: Request, found: Found) -> Verdict:
@@ -315,8 +308,8 @@ def _count_samples(source: Any) -> int:
     return 0
 
 
-def _describe_own(request: Request, found: Found) -> RankPlan:
-    return request.division.describe_plan(
+def _describe_own(request: Request, found: Found) -> dict[str, Any]:
+    own = request.division.describe_plan(
         secrets.token_hex(6),
         request.memory.describe().name,
         found.micro_batches(),
@@ -324,10 +317,4 @@ def _describe_own(request: Request, found: Found) -> RankPlan:
         peak_bytes=found.peak_bytes,
         budget_bytes=request.allowance.budget_bytes,
     )
-
-
-def _report(plan: Plan, warnings: tuple[str, ...], *, has_optimizer: bool) -> None:
-    # A step without a loss trains on nothing, which matters once there is an optimizer.
-    no_loss = (NO_LOSS,) if has_optimizer and NO_LOSS in plan.warnings else ()
-    summary = str(plan).removeprefix("autobatch: ")
-    emit(PlanMade(summary=summary, warnings=(*no_loss, *warnings), rank=plan.rank, world_size=plan.world_size))
+    return own.model_dump()

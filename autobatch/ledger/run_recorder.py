@@ -21,13 +21,13 @@ from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.store import runs_id
 from autobatch.plan import Plan
 
-_LEAST_WAIT_S, _MOST_WAIT_S = 1.0, 10.0
-_PART_OF_AGE = 0.005  # so that the file of a run of weeks stays small
+_LEAST_WAIT_S, _MOST_WAIT_S, _PART_OF_AGE = 1.0, 10.0, 0.005  # so that the file of a run of weeks stays small
 _PART_OF_RANK = 0.1  # of a line: with many ranks it is long, and written less often
 _MOST_OF_TIME = 0.01  # a slow disk must not slow the steps down
 _MOST_WAITING = 1000  # steps, and rows of their ranks, that are not added up yet
 _LONGEST_REASON = 300
 _PATH = re.compile(r"""(['"])[^'"]*[/\\][^'"]*\1|\S*[/\\]\S*""")
+_NOTHING: dict[str, Any] = {"ranges": (), "setbacks": (), "ranks": ()}
 
 
 class RunRecorder:
@@ -104,12 +104,9 @@ class _RunFile:
         """Move the waiting steps, and then these fields, into the part that the file lacks."""
         steps, self._steps = self._steps, []
         ranks = zip(*(rows for _, rows in steps if rows), strict=False)
-        more: dict[str, Any] = {
-            "ranges": tuple(part for part, _ in steps),
-            "setbacks": (),
-            "ranks": tuple(RankTotal(steps=len(rank), **add_up(rank)) for rank in ranks),
-            **({"outcome": "running", "reason": ""} if steps else {}),
-        }
+        more = {**_NOTHING, "ranks": tuple(RankTotal(steps=len(rank), **add_up(rank)) for rank in ranks)}
+        if steps:
+            more.update(ranges=tuple(part for part, _ in steps), outcome="running", reason="")
         self._new = join_runs([self._new, self._new.model_copy(update={**more, **fields})])
 
     def finish(self) -> None:
@@ -134,9 +131,8 @@ class _RunFile:
         self._has_plan = self._has_plan or self._ledger.begin_run(self._plan)
         written = self._ledger.update_run(self._new) if self._has_plan else "not now"
         if written == "written":
-            nothing: dict[str, Any] = {"ranges": (), "setbacks": (), "ranks": ()}
             # In one assignment: after an interrupt before it the next line has the same number, and replaces this one.
-            self._new = self._new.model_copy(update={"line": self._new.line + 1, **nothing})
+            self._new = self._new.model_copy(update={"line": self._new.line + 1, **_NOTHING})
         self._is_over = written == "forgotten"  # the user has deleted the plan, and does not want the run back
         now = time.monotonic()
         wait_s = min(_LEAST_WAIT_S + _PART_OF_AGE * (now - self._began), _MOST_WAIT_S)
@@ -145,10 +141,12 @@ class _RunFile:
 
 
 def _make_setback(event: Retried | SizeChanged) -> Setback:
-    common: dict[str, Any] = {"step": event.step, "new_size": event.new_size, "reason": _shorten(event.reason)}
+    sizes: dict[str, Any] = {"kind": "size", "new_size": event.new_size}
     if isinstance(event, Retried):
-        return Setback(kind="retry", old_size=event.failed_size, used_bytes=event.used_bytes, **common)
-    return Setback(kind="size", old_size=event.old_size, **common)
+        sizes.update(kind="retry", old_size=event.failed_size, used_bytes=event.used_bytes)
+    else:
+        sizes.update(old_size=event.old_size)
+    return Setback(step=event.step, reason=_shorten(event.reason), **sizes)
 
 
 def _shorten(text: str) -> str:

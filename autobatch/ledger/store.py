@@ -4,11 +4,11 @@
     plans/FINGERPRINT/WHOLE.RANK.ID.json   the plan of another rank; WHOLE is the id of rank 0's plan
     runs/WHOLE/RUN.jsonl                   one run of that plan; each line has what is new since the line before
 
-A line that may not be in the file whole is written again under its number, and the last one of a number counts.
 A plan is written to a draft and renamed; a line of a run is one write. So a killed process loses nothing that these
-methods have returned from, and writers need no lock. No write waits for the disk: a power cut may lose the last ones.
-A damaged file costs itself and one log line. The newest plans of a fingerprint are kept, by count: each one's time of
-change is later than the others', even if the clock has gone back.
+methods have returned from, and writers need no lock. A line that may not be in the file whole is written again under
+its number, and the last one counts. A power cut may lose the last writes. A damaged file costs itself and one log line.
+The newest plans of a fingerprint are kept, by count: each one's time of change is later than the others', even if the
+clock has gone back.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -78,11 +79,8 @@ class Store:
 
     def check_writable(self) -> None:
         self._make_folder(self._plans)
-        probe = self._plans / f".{os.getpid()}.draft"
-        try:
-            probe.write_bytes(b" ")
-        finally:
-            probe.unlink(missing_ok=True)
+        with TemporaryFile(dir=self._plans) as file:
+            file.write(b" ")
 
     def add_plan(self, plan: Plan) -> bool:
         """Store a plan as the newest of its fingerprint, and delete those that are too many.
