@@ -19,7 +19,7 @@ import torch
 
 from autobatch._formatting import name_type, plural, show_value
 from autobatch._wrappers import own_table
-from autobatch.batch.registry import as_index, find_type
+from autobatch.batch.registry import find_type
 from autobatch.batch.rules import Leaf
 from autobatch.batch.samples import Layout, Rows, Trim
 from autobatch.batch.tree import (
@@ -32,7 +32,7 @@ from autobatch.batch.tree import (
     with_items,
 )
 from autobatch.errors import InvalidArgument
-from autobatch.planning.division import balance, least_size
+from autobatch.planning.division import as_index, balance, least_size
 from autobatch.planning.sizes_by_length import divide_by_length, scale_of
 from autobatch.records import SizeAtLength
 
@@ -182,17 +182,11 @@ def _join(leaf: Leaf, parts: Sequence[Any]) -> Any:
 
 def _can_join(one: Layout, other: Layout) -> bool:
     return (
-        len(one.containers) == len(other.containers)
-        and all(map(_have_same_type, one.containers, other.containers))
+        [made and (type(made[0]), made[1]) for made in one.containers]
+        == [made and (type(made[0]), made[1]) for made in other.containers]
+        and all(_holds_no_more(made[0]) for made in (*one.containers, *other.containers) if made)
         and all(map(_are_alike, one.leaves, other.leaves))
     )
-
-
-def _have_same_type(mine: tuple[Any, int] | None, its: tuple[Any, int] | None) -> bool:
-    if mine is None or its is None:
-        return mine is its
-    (one, size), (other, number) = mine, its
-    return type(one) is type(other) and size == number and _holds_no_more(one) and _holds_no_more(other)
 
 
 def _holds_no_more(node: Any) -> bool:

@@ -6,7 +6,6 @@ The registry is one for the process, as pytree's and einops' are.
 from __future__ import annotations
 
 import copy
-import operator
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from autobatch._formatting import name_type, show_value, with_article
 from autobatch.errors import InvalidArgument
+from autobatch.planning.division import as_index
 
 OnTensor = Callable[[torch.Tensor], torch.Tensor]
 
@@ -69,7 +69,9 @@ class BatchType:
             return
         last = count - 1
         taken = [self.tensors(self.take_samples(batch, indices)) for indices in ([0, last], [last, 0])]
-        if len(taken[0]) == len(taken[1]) and all(map(_are_equal, *taken)):
+        pairs = zip(*taken, strict=False)
+        is_alike = all(_is_dense(one) and _is_dense(other) and torch.equal(one, other) for one, other in pairs)
+        if is_alike and len(taken[0]) == len(taken[1]):
             raise InvalidArgument(
                 f"take= of {self.type.__name__} returned the same samples for the indices [0, {last}] and [{last}, 0]: "
                 f"it must return the samples at the given indices, in that order"
@@ -104,14 +106,6 @@ class BatchType:
 
         self.map_tensors(batch, collect)
         return found
-
-
-def as_index(value: Any) -> int:
-    """Return a whole number, of Python, NumPy or torch, as an int; -1 for all else."""
-    try:
-        return -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return -1
 
 
 _registered: dict[type, BatchType] = {}
@@ -208,10 +202,6 @@ class _ReplacedTensors(TorchFunctionMode):
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return not tensor.is_nested and tensor.layout is torch.strided
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return _is_dense(one) and _is_dense(other) and torch.equal(one, other)
 
 
 def _copy_with(batch: Any, function: OnTensor) -> Any:

@@ -29,9 +29,6 @@ from autobatch.errors import InvalidArgument
 from autobatch.planning.division import choose_rows, spread_evenly
 from autobatch.records import Padding
 
-_DENSE = (torch.Tensor, torch.nn.Parameter)
-_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
-
 Rows = range | list[int]
 
 
@@ -166,9 +163,6 @@ def describe(batch: Any, lists: Mapping[str, ListReading] | None = None, samples
     try:
         while True:
             layout = Layout(batch, 0, lists)
-            layout.count = _count_plain(layout.leaves)
-            if layout.count:
-                return layout
             decided = decide_lists(layout.leaves, batch, samples)
             if not decided:
                 layout.count = count_samples(layout.leaves, batch)
@@ -177,20 +171,6 @@ def describe(batch: Any, lists: Mapping[str, ListReading] | None = None, samples
     except RecursionError as error:
         endless = next((ROOT + suffix for suffix, part in fields_of(batch) or () if _is_endless(part)), ROOT)
         raise InvalidArgument(f"{endless} holds itself or is nested too deep: leave it out of the batch") from error
-
-
-def _count_plain(leaves: Sequence[Leaf]) -> int:
-    """Count samples where every leaf is a dense tensor or a plain value, as in nearly every batch; else return 0."""
-    count = 0
-    for _, value, kind in leaves:
-        if kind == "rows" and type(value) in _DENSE and value.layout is torch.strided and not value.is_nested:
-            rows = value.shape[0]
-            if not rows or count not in (0, rows):
-                return 0
-            count = rows
-        elif kind != "shared" or type(value) not in _VALUES:
-            return 0
-    return count
 
 
 def _is_endless(part: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,14 +120,13 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def count_elements(batch: Any) -> int:
-    arrays = (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
-    return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else leaf.size for leaf in arrays)
+    return sum(math.prod(leaf.shape) for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
 
 
 def count_bytes(batch: Any) -> int:
     """Count the bytes of all tensors and NumPy arrays; those that share memory count each."""
-    arrays = (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
-    return sum(bytes_of(leaf) if isinstance(leaf, torch.Tensor) else int(leaf.nbytes) for leaf in arrays)
+    arrays = sum(int(leaf.nbytes) for leaf in leaves_of(batch) if is_array(leaf))
+    return arrays + sum(map(bytes_of, tensors_of(batch)))
 
 
 def with_fields(node: Any, values: Sequence[Any]) -> Any:
@@ -195,13 +195,13 @@ def copy_arrays(node: Any) -> Any:
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the tree in new containers with ``function(tensor)`` for each tensor; all else stays."""
 
-    def map_leaf(leaf: Any) -> Any:
+    def change(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
         registered = find_type(leaf)
         return leaf if registered is None else registered.map_tensors(leaf, function)
 
-    return map_leaves(batch, map_leaf)
+    return map_leaves(batch, change)
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:

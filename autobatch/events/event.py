@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import ClassVar, Protocol
 
 from autobatch._bounds import Count
 from autobatch._formatting import format_bytes, plural
 from autobatch.records import Record, Trial
 
-logger = logging.getLogger("autobatch")
+_LOG = logging.getLogger("autobatch")
+_failed: set[int] = set()
 
 
 class Event(Record):
@@ -45,7 +45,7 @@ class Hook(Protocol):
 
 def log_event(event: Event) -> None:
     """Log the event's line on logger ``autobatch``."""
-    logger.log(event.level, "%s", event)
+    _LOG.log(event.level, "%s", event)
 
 
 def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
@@ -55,26 +55,10 @@ def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
         try:
             hook(event)
         except Exception as error:  # noqa: BLE001 - an error of a hook must not end the step
-            _log_failure(hook, event, error)
-
-
-_failed: list[Callable[[], Hook | None]] = []
-"""Hooks that have failed, as weak references. Each is logged once: an unreachable tracker fails in every step."""
-
-
-def _log_failure(hook: Hook, event: Event, error: Exception) -> None:
-    if any(other() is hook for other in _failed):
-        return
-    _failed[:] = [other for other in _failed if other() is not None] + [_refer_to(hook)]
-    name = type(event).__name__
-    logger.error("hook %r failed on %s; its further failures are not logged", hook, name, exc_info=error)
-
-
-def _refer_to(hook: Hook) -> Callable[[], Hook | None]:
-    try:
-        return weakref.ref(hook)
-    except TypeError:  # a builtin, or an object with slots
-        return lambda: hook
+            if id(hook) not in _failed:  # once for each hook: an unreachable tracker fails in every step
+                _failed.add(id(hook))
+                name = type(event).__name__
+                _LOG.error("hook %r failed on %s; its further failures are not logged", hook, name, exc_info=error)
 
 
 class StageBegan(Event):

@@ -146,14 +146,12 @@ def spread_evenly(n: int, count: int) -> list[int]:
     """
     bounds = [*pairwise(index * count // n for index in range(n + 1))]
     anywhere = [low + int(index * _GOLDEN % 1 * (high - low)) for index, (low, high) in enumerate(bounds)]
-    unlike = [_move_row(row, bounds[index], (index - row) % n, n) for index, row in enumerate(anywhere)]
+    unlike = []
+    for index, (row, (low, high)) in enumerate(zip(anywhere, bounds, strict=True)):
+        choices = (row + (index - row) % n, row + (index - row) % n - n)
+        unlike.append(next((choice for choice in choices if low <= choice < high), row))
     distances = {after - before for before, after in pairwise(unlike)}
     return anywhere if len(distances) == 1 < n - 1 else unlike
-
-
-def _move_row(row: int, bounds: tuple[int, int], distance: int, back: int) -> int:
-    choices = (row + distance, row + distance - back)
-    return next((choice for choice in choices if bounds[0] <= choice < bounds[1]), row)
 
 
 def share_target(target: int, share: Share, rates: Sequence[float]) -> tuple[int, ...]:
@@ -237,7 +235,7 @@ def _check_shares(target: int, share: Any, ranks: int) -> tuple[int, ...]:
             f"share={show_value(share)} must be 'equal', 'speed' or a number of samples for each rank, such as "
             f"{_show_shares(spread(target, ranks))}"
         )
-    shares = tuple(_as_whole(samples) for samples in share)
+    shares = tuple(as_index(samples) for samples in share)
     for rank, samples in enumerate(shares):
         if samples < 1:
             raise InvalidArgument(
@@ -255,11 +253,12 @@ def _check_shares(target: int, share: Any, ranks: int) -> tuple[int, ...]:
     return shares
 
 
-def _as_whole(value: Any) -> int:
+def as_index(value: Any) -> int:
+    """Return a whole number, of Python, NumPy or torch, as an int; -1 for all else."""
     try:
-        return 0 if isinstance(value, bool) else operator.index(value)
+        return -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        return 0
+        return -1
 
 
 def _show_shares(shares: Sequence[int]) -> str:

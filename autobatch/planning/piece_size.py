@@ -84,12 +84,13 @@ class PieceSizes:
 
         It may take ``room_bytes`` beside those that are held. If known, the samples ``left`` are divided evenly.
         """
-        known = self._nearest(length)
-        bounds = [FIRST_SAMPLES if known is None else self._reach(known, length, room_bytes)]
-        bounds += [
-            bound for bound in (self.known_at(length).most, self.most_samples, left or None) if bound is not None
-        ]
-        samples = max(min(bounds), 1)
+        own, found = _classify(length), [key for key, known in self.classes.items() if known.pieces]
+        reach = FIRST_SAMPLES
+        if found:  # at this length, or at the next longer one, or at the next shorter one
+            nearest = min(found, key=lambda key: (key < own, abs(key - own)))
+            reach = self._reach(self.classes[nearest].pieces, length, room_bytes)
+        bounds = (reach, self.known_at(length).most, self.most_samples, left or None)
+        samples = max(min(bound for bound in bounds if bound is not None), 1)
         return samples if not left else -(-left // -(-left // samples))
 
     def after_piece(self, piece: Piece, *, thrashed: bool = False) -> PieceSizes:
@@ -101,14 +102,17 @@ class PieceSizes:
         times = self.thrashed + 1 if thrashed else 0
         if times < 2 or piece.samples == 1:
             return replace(sizes, thrashed=times)
-        return replace(_shrink(sizes, piece.samples * 3 // 4, piece.length), thrashed=0)
+        return replace(sizes.shrink(piece.samples * 3 // 4, piece.length), thrashed=0)
 
     def after_shortage(self, samples: int, length: int) -> PieceSizes:
         """Choose a smaller size after a piece of more than one sample ran out of memory."""
         if self.measures:
-            return _shrink(self, samples * 3 // 4, length)  # expectations are seldom wrong by more
+            return self.shrink(samples * 3 // 4, length)  # expectations are seldom wrong by more
         ran = max((piece.samples for piece in self.known_at(length).pieces if piece.samples < samples), default=0)
-        return _shrink(self, (ran + samples) // 2, length)
+        return self.shrink((ran + samples) // 2, length)
+
+    def shrink(self, most: int, length: int) -> PieceSizes:
+        return self.with_known(length, self.known_at(length).after_shortage(max(most, 1)))
 
     def _reach(self, known: tuple[Piece, ...], length: int, room_bytes: int) -> int:
         last = known[-1]
@@ -131,18 +135,6 @@ class PieceSizes:
 
     def with_known(self, length: int, known: _LengthClass) -> PieceSizes:
         return replace(self, classes={**self.classes, _classify(length): known})
-
-    def _nearest(self, length: int) -> tuple[Piece, ...] | None:
-        """Return the pieces at this length, or at the next longer one, or at the next shorter one."""
-        own = _classify(length)
-        found = [key for key, known in self.classes.items() if known.pieces]
-        if not found:
-            return None
-        return self.classes[min(found, key=lambda key: (key < own, abs(key - own)))].pieces
-
-
-def _shrink(sizes: PieceSizes, most: int, length: int) -> PieceSizes:
-    return sizes.with_known(length, sizes.known_at(length).after_shortage(max(most, 1)))
 
 
 def _classify(length: int) -> int:
