@@ -38,9 +38,9 @@ _ANY_CARD = "H100-80GB"
 def fit_model(source: str, options: Mapping[str, Any], *, explain: bool, save: str | None) -> Answer:
     check_folder("--save", save)
     arguments = _load(source, fit) | _given(options) | _without_doubles()
-    if isinstance(arguments.get("headroom"), str):
+    if headroom := options["headroom"]:
         with suppress(ValueError):  # a size such as 1GiB
-            arguments["headroom"] = float(arguments["headroom"])
+            arguments["headroom"] = int(headroom) if headroom.isdecimal() else float(headroom)
     if "target_batch" not in arguments:
         raise InvalidArgument(f"say --target: {source!r} returned no 'target_batch'")
     plan = fit(**arguments)

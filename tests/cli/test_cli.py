@@ -180,6 +180,19 @@ def test_options_say_what_the_function_does_not(ask):
     assert "Budget" in ask("fit", "train_it:make", "--target", "64", "--explain")[1]
 
 
+@pytest.mark.quick
+@pytest.mark.usefixtures("here")
+def test_headroom_is_a_number_of_bytes_a_size_or_a_fraction(ask):
+    """As ``fit`` takes it; anything else is refused in one line."""
+    for given, headroom_bytes in (("1000000", 1000000), ("1MiB", 2**20), ("0.5", 6 * 2**20), ("0", 0)):
+        asked = ("fit", "train_it:make", "--target", "8", "--budget", "12MiB", "--headroom", given, "--json")
+        assert Plan.model_validate_json(ask(*asked)[1]).headroom_bytes == headroom_bytes
+    for given in ("1.5", "nan", "1e6", "-1", "some", "", "9" * 5000):
+        code, text, error = ask("fit", "train_it:make", "--target", "8", "--headroom", given)
+        assert (code, text, error.count("\n")) == (2, "", 1)
+        assert "headroom" in error
+
+
 @pytest.mark.usefixtures("here")
 def test_what_does_not_fit_ends_with_one(ask):
     """On stderr, or with --json on stdout."""
