@@ -13,10 +13,10 @@ from functools import partial
 from typing import Literal
 
 from autobatch._formatting import format_bytes, plural
-from autobatch._torch_versions import OLDEST, OLDEST_TO_PREDICT, format_release, read_release
 from autobatch.cli.environment import Environment, read_environment
 from autobatch.cli.output import DONE, NO, Answer, make_table
 from autobatch.cli.plans import find_fault
+from autobatch.torch_internals import OLDEST, OLDEST_TO_PREDICT, format_release, read_release
 
 _LEVELS = ("wrong", "beware", "fine")
 _SMALL_SHARED_MEMORY = 256 * 2**20  # Docker gives 64 MiB by default: one loader process with large images fills it
