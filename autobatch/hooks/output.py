@@ -39,8 +39,8 @@ def jsonl(path: str | os.PathLike[str]) -> Hook:
         target.open("ab").close()
     except OSError as error:
         raise InvalidArgument(
-            f"jsonl({show_value(str(path))}) cannot be written ({error.strerror}): name a file in a folder of yours"
-        ) from error
+            f"jsonl({show_value(str(path))}) cannot be written ({error.strerror}): name a file that can be written"
+        ) from None
     before = b""
 
     def write(event: Event, /) -> None:
