@@ -83,11 +83,11 @@ def check_switch(name: str, value: Any) -> None:
         raise InvalidArgument(f"{name}={show_value(value)} must be True or False")
 
 
-def check_path(call: str, value: Any) -> Path:
+def check_path(call: str, value: Any, example: str = "plan.json") -> Path:
     """Return a path from a text or an ``os.PathLike``; the message names ``call``."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or "\0" in text:
-        raise InvalidArgument(f"{call}({show_value(value)}): pass a path, such as 'plan.json'")
+        raise InvalidArgument(f"{call}({show_value(value)}): pass a path, such as {example!r}")
     return Path(text)
 
 

@@ -8,10 +8,11 @@ not be lost for it.
 from __future__ import annotations
 
 import math
-import re
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, Strict, ValidationInfo
+
+from autobatch._formatting import STEERING, is_one_line
 
 MOST_SAMPLES = 10**8  # of one optimizer step: sizes are searched among twice the root of it
 MOST_MICRO_BATCHES = 10**6  # of one optimizer step: a plan lists them one by one
@@ -21,18 +22,6 @@ LARGEST = 2**63 - 1  # no device has as many bytes
 SHORTEST = 1e-9  # seconds; a rate over less might be infinite
 _LAST_MOMENT = 253_402_214_400.0  # the last day of the year 9999: the calendar ends there, in any time zone
 
-_STEERING = re.compile(
-    "[\x00-\x1f\x7f-\x9f"  # C0, DEL and C1: line breaks, escape sequences
-    "\u2028\u2029"  # line and paragraph separators
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # directions: what is shown is not in the order of what is there
-    "\ud800-\udfff]"  # halves of a character, which cannot be written as UTF-8
-)
-
-
-def is_one_line(text: str) -> bool:
-    """Return whether a text has no character that steers a terminal, ends the line or cannot be written."""
-    return _STEERING.search(text) is None
-
 
 def _check_text(text: str, info: ValidationInfo) -> str:
     if len(text) <= LONGEST_TEXT and is_one_line(text):
@@ -41,7 +30,7 @@ def _check_text(text: str, info: ValidationInfo) -> str:
         if len(text) > LONGEST_TEXT:
             raise ValueError(f"a text of {len(text)} letters, more than {LONGEST_TEXT}")
         raise ValueError("a text with a line break or another control character")
-    spelt = _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text[:LONGEST_TEXT])
+    spelt = STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text[:LONGEST_TEXT])
     return spelt if len(spelt) <= LONGEST_TEXT and len(text) <= LONGEST_TEXT else f"{spelt[: LONGEST_TEXT - 3]}..."
 
 

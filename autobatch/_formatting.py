@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from autobatch._bounds import is_one_line
-
 _LONGEST_VALUE = 80  # characters of a value in a message, which is one line
 _LONGEST_INT = 10**40
 _LONGEST_FIELD = 40  # characters of a value in a record's repr
@@ -20,7 +18,19 @@ _VOWEL_SOUND = re.compile(
     r"|[uU](?!s|ni|int|t|[A-Z])"  # but not UserDict, uint8 and UNet
 )
 
+STEERING = re.compile(
+    "[\x00-\x1f\x7f-\x9f"  # C0, DEL and C1: line breaks, escape sequences
+    "\u2028\u2029"  # line and paragraph separators
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # directions: what is shown is not in the order of what is there
+    "\ud800-\udfff]"  # halves of a character, which cannot be written as UTF-8
+)
+
 _WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def is_one_line(text: str) -> bool:
+    """Return whether a text has no character that steers a terminal, ends the line or cannot be written."""
+    return STEERING.search(text) is None
 
 
 def format_bytes(count: int) -> str:

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autobatch._bounds import LISTED, SHORTEST, Bytes, Count, Flag, Ratio, Samples, Seconds, Text, is_one_line
-from autobatch._formatting import describe_fields, plural
+from autobatch._bounds import LISTED, SHORTEST, Bytes, Count, Flag, Ratio, Samples, Seconds, Text
+from autobatch._formatting import describe_fields, is_one_line, plural
 
 _MODULES_SHOWN = 3
 _LONGEST_REASON = 200  # of each half of a reason: a field's name may come from the file, and be as long as that

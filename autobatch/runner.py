@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
@@ -58,6 +59,16 @@ _NO_COPY = (
 )
 
 
+_CALL = inspect.signature(StepRunner)
+
+
+def _explain_call(error: str) -> str:
+    """Explain a call with wrong arguments; Python would name the base class."""
+    if error == "missing a required argument: 'optimizer'":
+        return "Runner(plan, model, step) has no optimizer: pass it, or optimizer=None if you call only accumulate()"
+    return f"Runner(): {error}; its arguments are {', '.join(_CALL.parameters)}"
+
+
 class Runner(StepRunner):
     """Runs optimizer steps in the plan's micro-batches, exactly, and retries with less when memory runs out.
 
@@ -65,6 +76,16 @@ class Runner(StepRunner):
         plan: Plan that the steps follow.
         steps: Number of committed steps (or accumulations).
     """
+
+    if not TYPE_CHECKING:  # a type checker reads the arguments from the base class
+
+        @wraps(StepRunner.__init__, assigned=("__doc__", "__annotations__"))
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            try:
+                _CALL.bind(*arguments, **options)
+            except TypeError as error:
+                raise InvalidArgument(_explain_call(str(error))) from None
+            super().__init__(*arguments, **options)
 
     @classmethod
     def fit(

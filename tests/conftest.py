@@ -21,10 +21,10 @@ from hypothesis import settings
 from process_state import read_process_state
 from sampling import IN_PROOF
 
-from autobatch._torch_versions import OLDEST_TO_PREDICT, format_release, read_release
 from autobatch.memory import cpu
 from autobatch.memory.cpu import LiveStorage
 from autobatch.prediction.child_process import run_apart
+from autobatch.torch_internals import OLDEST_TO_PREDICT, format_release, read_release
 
 # A deadline measures the machine, not the code. What is drawn depends on the seed alone, not on failures of earlier
 # runs in .hypothesis/.

@@ -6,30 +6,19 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from autobatch._formatting import format_bytes, plural
-from autobatch._torch_versions import OLDEST, OLDEST_TO_PREDICT, format_release, read_release
 from autobatch.cli.environment import Environment, read_environment
 from autobatch.cli.output import DONE, NO, Answer, make_table
 from autobatch.cli.plans import find_fault
+from autobatch.torch_internals import OLDEST, OLDEST_TO_PREDICT, format_release, read_release
 
 _LEVELS = ("wrong", "beware", "fine")
 _SMALL_SHARED_MEMORY = 256 * 2**20  # Docker gives 64 MiB by default: one loader process with large images fills it
-
-_OPTIONS = frozenset(
-    {"backend", "expandable_segments", "garbage_collection_threshold", "graph_capture_record_stream_reuse"}
-    | {"large_segment_size_mb", "max_non_split_rounding_mb", "max_split_size_mb", "per_process_memory_fraction"}
-    | {"pinned_background_threads", "pinned_max_register_threads", "pinned_num_register_threads"}
-    | {"pinned_reserve_segment_size_mb", "pinned_use_background_threads", "pinned_use_cuda_host_register"}
-    | {"pinned_use_hip_host_register", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc"}
-    | {"roundup_power2_divisions", "throw_on_cudamalloc_oom", "use_on_oom"}
-)
-"""What torch's AllocatorConfig.cpp and CUDAAllocatorConfig.h know, of 2.8 to 2.13."""
 
 
 @dataclass(frozen=True)
@@ -166,21 +155,14 @@ def _check_settings(found: Environment) -> Iterator[Finding]:
 
 
 def _check_options(variable: str, value: str, *, is_wsl: bool) -> Iterator[Finding]:
-    parts = re.findall(r"(?:\[[^\]]*\]?|[^,\[])+", "".join(value.split()))  # commas inside brackets divide nothing
-    options = {name: setting for name, _, setting in (part.partition(":") for part in parts)}
-    for name in options:
-        if name not in _OPTIONS:
-            yield _wrong(
-                f"{variable} has {name!r}, which torch does not know: it stops at the first tensor",
-                f"mend or unset {variable}",
-            )
-    if options.get("backend") == "cudaMallocAsync":
+    options = "".join(value.split()).lower()
+    if "backend:cudamallocasync" in options:
         yield _beware(
             f"{variable} chooses cudaMallocAsync: the driver decides what torch holds, and predictions are of torch's "
             f"own allocator",
             f"leave backend: out of {variable}",
         )
-    if is_wsl and options.get("expandable_segments", "").lower() == "true":
+    if is_wsl and "expandable_segments:true" in options:
         yield _beware(f"{variable} asks for expandable segments, which Windows does not have", f"unset {variable}")
 
 

@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from autobatch._formatting import show_value
-from autobatch.cli.output import DONE, NO, Answer, check_folder, find_kind, refusals_of, save_plan
+from autobatch.cli.output import DONE, NO, Answer, check_folder, refusals_of, save_plan
 from autobatch.errors import InvalidArgument
 from autobatch.exactness.verification import verify
 from autobatch.fitting.fit import fit
@@ -38,9 +37,9 @@ _ANY_CARD = "H100-80GB"
 def fit_model(source: str, options: Mapping[str, Any], *, explain: bool, save: str | None) -> Answer:
     check_folder("--save", save)
     arguments = _load(source, fit) | _given(options) | _without_doubles()
-    if isinstance(arguments.get("headroom"), str):
+    if headroom := options["headroom"]:
         with suppress(ValueError):  # a size such as 1GiB
-            arguments["headroom"] = float(arguments["headroom"])
+            arguments["headroom"] = int(headroom) if headroom.isdecimal() else float(headroom)
     if "target_batch" not in arguments:
         raise InvalidArgument(f"say --target: {source!r} returned no 'target_batch'")
     plan = fit(**arguments)
@@ -145,43 +144,27 @@ def _call(source: str) -> Any:
 
 
 def _import(name: str, source: str) -> ModuleType:
-    is_file = name.endswith(".py")
-    with refusals_of(show_value(source)):  # of this file alone: an error inside the user's code comes out unchanged
-        here, path = str(Path.cwd()), Path(name)
-        if is_file and find_kind(name, show_value(source)) != stat.S_IFREG:
-            raise InvalidArgument(f"{source!r}: no file {path}")
-        if is_file:
-            path.open("rb").close()
-        folders = (here, str(path.resolve().parent)) if is_file else (here,)
-    for folder in folders:
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    return _import_file(path) if is_file else _import_module(name, source, here)
-
-
-def _import_module(name: str, source: str, here: str) -> ModuleType:
-    no_module = InvalidArgument(f"{source!r}: no module {name} here ({here}) or installed")
-    if Path(name).name != name:  # a path, which import hooks may not expect
-        raise no_module
-    *packages, last = name.split(".")
-    file = Path(here, *packages, f"{last}.py")
-    if find_kind(str(file), show_value(source)) == stat.S_IFREG:
+    """Import a file or a module, looked for here first; errors of the user's code come out unchanged."""
+    here, path = Path.cwd(), Path(name)
+    folders = [str(here)]
+    if name.endswith(".py"):
         with refusals_of(show_value(source)):
-            file.open("rb").close()
+            if not path.is_file():
+                raise InvalidArgument(f"{source!r}: no file {path}")
+            path.open("rb").close()
+        folders.append(str(path.resolve().parent))
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    if name.endswith(".py"):
+        specification: Any = importlib.util.spec_from_file_location(path.stem, path)
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        return module
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         # An import inside the user's module fails with its own traceback.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise no_module from None
-
-
-def _import_file(path: Path) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None  # noqa: S101 - narrows for mypy: the name ends in .py
-    assert specification.loader is not None  # noqa: S101 - the same
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[path.stem] = module
-    specification.loader.exec_module(module)
-    return module
+        raise InvalidArgument(
+            f"{show_value(source)}: no module {show_value(name)} here ({here}) or installed"
+        ) from None

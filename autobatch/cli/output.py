@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autobatch._formatting import show_value
 from autobatch.errors import InvalidArgument
 
 if TYPE_CHECKING:  # --help needs none
@@ -33,48 +33,22 @@ DONE, NO, USAGE = 0, 1, 2
 
 @contextmanager
 def refusals_of(named: str) -> Iterator[None]:
-    """Turn an error of the system about a path of the user's into one line that begins with ``named``."""
+    """Turn an error of the system about a path of the user's, such as one too long, into one line."""
     try:
         yield
     except OSError as error:
         raise InvalidArgument(f"{named} cannot be used: {error.strerror or error}") from error
 
 
-def find_kind(path: str, named: str | None = None) -> int | None:
-    """Return the kind of a file, as ``stat.S_IFMT`` has it; ``None`` if there is none.
-
-    Args:
-        path: Path of the user.
-        named: Name of the path in a message; default: the path.
-
-    Raises:
-        InvalidArgument: The system refuses to look, for a name that is too long or a folder that is closed.
-    """
-    # Path.is_file() raises an error for some of these and returns False for others, which depends on Python's version.
-    from autobatch._formatting import show_value  # noqa: PLC0415 - pydantic is most of the time of --help
-
-    with refusals_of(named or show_value(path)):
-        try:
-            return stat.S_IFMT(Path(path).stat().st_mode)
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last for a zero byte
-            return None
-
-
 def check_folder(option: str, file: str | None) -> None:
     """Check before long work that a file can be written."""
-    from autobatch._formatting import show_value  # noqa: PLC0415 - the same
-
-    if file is None:
-        return
     if file == "-":
         raise InvalidArgument(f"{option} -: name a file; --json prints the answer")
-    named = f"{option} {show_value(file)}"
-    if file.strip() and find_kind(file, named) != stat.S_IFDIR:
+    if file is not None:
+        named, path = f"{option} {show_value(file)}", Path(file).absolute()
         with refusals_of(named):
-            folder = Path(file).absolute().parent
-            if folder.is_dir() and os.access(folder, os.W_OK):
-                return
-    raise InvalidArgument(f"{named}: no file can be written there")
+            if not file.strip() or path.is_dir() or not os.access(path.parent, os.W_OK):
+                raise InvalidArgument(f"{named}: no file can be written there")
 
 
 def save_plan(plan: Plan, file: str) -> None:

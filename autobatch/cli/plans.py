@@ -6,7 +6,6 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import math
-import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from autobatch._formatting import format_bytes, plural, show_value
-from autobatch.cli.output import DONE, NO, Answer, check_folder, find_kind, make_table, refusals_of, text_width
+from autobatch.cli.output import DONE, NO, Answer, check_folder, make_table, refusals_of, text_width
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.events.run_history import Run
 from autobatch.ledger.ledger import find_home, is_enabled
@@ -159,19 +158,20 @@ def _find_plan(name: str) -> tuple[Plan, list[Run]]:
         raise InvalidArgument(
             f"{name!r} names no plan: pass the beginning of a plan's id, or a file that Plan.save wrote"
         )
-    kind = find_kind(name)
-    if kind is not None and kind != stat.S_IFDIR:  # a pipe, such as /dev/stdin, is read as well
-        with refusals_of(show_value(name)):
-            plan = Plan.load(name)
+    path = Path(name)
+    with refusals_of(show_value(name)):
+        is_folder = path.is_dir()
+        is_file = path.exists() and not is_folder  # or a pipe, such as /dev/stdin
+        plan = Plan.load(name) if is_file else None
+    if plan is not None:
         try:
             with open_store() as store:
                 return plan, store.runs_of(runs_id(plan))[::-1]
         except AutobatchError:  # the plan itself could be read, and that was asked for
             return plan, []
-    if name.endswith(".json"):
-        raise InvalidArgument(f"no file {name}")
-    if kind is not None:
-        raise InvalidArgument(f"{name} is a folder: name a file that Plan.save wrote, or the beginning of a plan's id")
+    if is_folder or name.endswith(".json"):
+        fault = f"{name} is a folder" if is_folder else f"no file {name}"
+        raise InvalidArgument(f"{fault}: name a file that Plan.save wrote, or the beginning of a plan's id")
     with open_store() as store:
         plan = store.find_plan(name)
         return plan, store.runs_of(runs_id(plan))[::-1]

@@ -6,11 +6,12 @@ ranks stop and none waits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from autobatch.distributed.channel import Channel
-from autobatch.errors import AutobatchError, CannotRetry, RankFailed, RankLost
+from autobatch.errors import AutobatchError, CannotRetry, InvalidArgument, RankFailed, RankLost
 from autobatch.undo.interrupts import deferred_interrupts
 
 END = "done"
@@ -20,22 +21,25 @@ _LONGEST_REASON = 2000
 
 
 class Agreement:
-    """One call that every rank makes.
+    """One call that every rank makes, also a block whose error is sent to the other ranks.
 
     Calls may be nested. The channel knows whether other ranks wait for this one: an error is sent once.
     """
 
     def __init__(self, channel: Channel, name: str, runner: int | None = None) -> None:
-        """Send nothing yet.
-
-        Args:
-            channel: Exchange of messages among the ranks.
-            name: Name of the call for the user.
-            runner: Number of the Runner that was called, the same on all ranks.
-        """
+        """Send nothing yet; ``runner`` is the number of the Runner that was called, the same on all ranks."""
         self._channel, self._name = channel, name
         self._call = name if runner is None else f"{name} of Runner {runner}"
         channel.is_over = False
+
+    def __enter__(self) -> Agreement:
+        """Begin the block."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Send the error that ended the block, if any."""
+        if error is not None:
+            self.fail(error)
 
     @property
     def is_over(self) -> bool:
@@ -70,6 +74,11 @@ class Agreement:
         """Return an error that every rank raises, as each has the same messages."""
         self.end()
         return error
+
+    def refuse_unlike(self, values: Sequence[Any], message: str) -> None:
+        """Raise InvalidArgument on every rank if the ranks' values differ."""
+        if any(value != values[0] for value in values):
+            raise self.refuse(InvalidArgument(message))
 
     def end(self) -> None:
         """Note that every rank ends the call here, without another exchange."""

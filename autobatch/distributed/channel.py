@@ -42,10 +42,7 @@ class Channel:
     """Exchanges among the ranks of a process group, one at a time.
 
     Attributes:
-        rank: Rank of this process within the group.
-        size: Number of ranks in the group.
-        members: Their ranks in the default process group, which messages show.
-        timeout: Longest time that an exchange waits for the other ranks.
+        members: Ranks of the group in the default process group, which messages show.
         exchanges: Number of exchanges that have begun, the same on all ranks.
         is_over: Whether no other rank waits for this one: all have ended the last call, by success or failure.
     """

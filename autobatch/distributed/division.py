@@ -73,22 +73,14 @@ class Division:
     """Division of a target batch among the ranks; one rank has all of it.
 
     Attributes:
-        target: Samples of an optimizer step over all ranks.
-        rank: This rank.
-        size: Number of ranks.
         is_known: Whether the shares are known before the search; ``share="speed"`` needs its rates.
         samples: Samples for which this rank searches a size; from ``divide`` on, its share. With sharded parameters
             all ranks search for the largest share.
         shares: Samples of each rank, once they are known; empty for one rank.
-        trials: Trials that the ranks run together.
     """
 
     def __init__(self, ranks: Ranks | None, target: int, share: Share) -> None:
-        """Find this rank's share; with ``share="speed"``, the most that it could be.
-
-        Raises:
-            InvalidArgument: ``share`` cannot divide this target among these ranks.
-        """
+        """Find this rank's share; with ``share="speed"``, the most that it could be."""
         self.trials = SharedTrials(ranks)
         if self.trials.are_shared and isinstance(share, str) and share == "speed":
             raise InvalidArgument(

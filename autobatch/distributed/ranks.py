@@ -38,12 +38,7 @@ class Ranks:
 
     Attributes:
         model: The user's model, wrapped.
-        channel: Exchange of messages among the ranks.
-        rank: Rank of this process within the model's group.
-        size: Number of ranks.
-        reduction: Sum of gradients over the ranks.
         lockstep: Passes that all ranks end together; ``None`` unless parameters are sharded.
-        own_time: Seconds of a step in which this rank works without the others.
         number: Number that tells one Runner from another, the same on all ranks.
     """
 
@@ -58,28 +53,17 @@ class Ranks:
 
 @contextmanager
 def all_or_none(ranks: Ranks | None, call: str) -> Iterator[list[Any]]:
-    """Block that fails on every rank if it fails on one; blocks inside it are calls of their own.
+    """Block that fails on every rank if it fails on one; ``call`` names it in messages: ``"fit(), the search"``.
 
     It yields a list. Values that a rank appends are sent to the others; at the end the list holds those of all ranks.
-
-    Args:
-        ranks: ``None`` if this process trains alone.
-        call: Name of the call in messages, such as ``"fit(), the search"``.
-
-    Raises:
-        RankFailed: The block failed on another rank, or another rank made a different call.
     """
     gathered: list[Any] = []
     if ranks is None:
         yield gathered
         return
     name, _, point = call.partition(", ")
-    agreement = Agreement(ranks.channel, name)
-    try:
+    with Agreement(ranks.channel, name) as agreement:
         yield gathered
-    except BaseException as error:
-        agreement.fail(error)
-        raise
     messages = agreement.gather(point, values=gathered)
     gathered[:] = [value for message in messages for value in message["values"]]
 
@@ -106,8 +90,8 @@ def find_ranks(model: nn.Module) -> Ranks | None:
 def take_module(model: nn.Module, ranks: Ranks | None) -> nn.Module:
     """Return the module inside ``DistributedDataParallel``; its passes do not communicate.
 
-    This is needed on one rank, too. With ``static_graph=True`` the wrapper cannot run two forward passes in a row, and
-    with ``gradient_as_bucket_view=True`` it moves gradients.
+    On one rank, too: with ``static_graph=True`` the wrapper cannot run two forward passes in a row, and with
+    ``gradient_as_bucket_view=True`` it moves gradients.
     """
     if ranks is not None:
         refuse_unsupported(model)
@@ -115,7 +99,7 @@ def take_module(model: nn.Module, ranks: Ranks | None) -> nn.Module:
 
 
 class OwnTime:
-    """Seconds between ``start`` and ``stop``: of the last pair that the device has finished."""
+    """Seconds in which this rank works without the others, from ``start`` to ``stop``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._seconds = device, 0.0
@@ -124,11 +108,9 @@ class OwnTime:
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def start(self) -> None:
-        """Note that this rank begins to work without the others."""
         self._began = self._mark()
 
     def stop(self) -> None:
-        """Note that this rank has what the others wait for."""
         if self._device.type == "cuda":
             self._pending.append((self._began, self._mark()))
         else:

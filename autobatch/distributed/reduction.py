@@ -19,15 +19,13 @@ _BUCKET_BYTES = 25 * 1024**2  # the default of DistributedDataParallel (bucket_c
 
 
 class GradientSlot:
-    """A parameter's gradient in the sum, as numbers in their order in memory, which is the same on each rank."""
+    """A parameter's gradient in the sum, as numbers in their order in memory, which is the same on each rank.
+
+    The parameter's ``.grad`` becomes the sum, rounded once to its own dtype.
+    """
 
     def __init__(self, parameter: torch.Tensor, sums: MutableMapping[torch.Tensor, torch.Tensor]) -> None:
-        """Read nothing yet.
-
-        Args:
-            parameter: Its ``.grad`` becomes the sum over the ranks, rounded once to its own dtype.
-            sums: Gradients that were summed in float32, by parameter; a written one is dropped.
-        """
+        """Read nothing yet; ``sums`` has gradients that were summed in float32, and a written one is dropped."""
         self.parameter, self.sums = parameter, sums
         self.dtype, self.count = dtype_of(parameter), parameter.numel()
         self._result: torch.Tensor | None = None
@@ -81,20 +79,13 @@ class Reduction:
         return self.buckets()
 
     def buckets(self) -> list[torch.Tensor]:
-        """Return the allocated buckets."""
         return [*self._buckets.values()]
 
     @torch.no_grad()
     def sum(self, slots: Sequence[GradientSlot], factor: float = 1.0) -> None:
-        """Sum each slot over all ranks. Collective: slots must agree in number, order, count and dtype.
+        """Sum each slot, times this rank's factor, over all ranks, through the buckets that ``reserve`` made.
 
-        Args:
-            slots: Gradients of parameters for which ``reserve`` was called.
-            factor: Factor of this rank's numbers.
-
-        Raises:
-            RankLost: A collective broke off.
-            Exception: Something failed on this rank; raised after the last collective.
+        Slots must agree in number, order, count and dtype. An error of this rank is raised after the last collective.
         """
         failure: BaseException | None = None
         for dtype in sorted({slot.dtype for slot in slots}, key=str):

@@ -60,28 +60,26 @@ class SharedStep:
     def open(self, weights: Mapping[str, float], samples: int, earlier: Sequence[torch.Tensor | None]) -> None:
         """Exchange the totals of the ranks' samples; a second call in the step does nothing.
 
-        Args:
-            weights: Total of each term on this rank; the name ``""`` means every term.
-            samples: Number of samples of this rank; may be 0.
-            earlier: Gradients from before the step, one for each parameter.
+        ``weights`` has this rank's total of each term, ``""`` means every term; ``earlier`` are gradients from before
+        the step, one for each parameter.
         """
         if self.weights:
             return
         digest = digest_values(earlier)
         gathered = self._agreement.gather("open", weights=dict(weights), samples=samples, earlier=digest)
-        self._refuse_unlike(
+        self._agreement.refuse_unlike(
             [values["earlier"] for values in gathered],
             "gradients from before the step differ between the ranks, so the optimizer would move their parameters "
             "apart: call optimizer.zero_grad() before runner.step()",
         )
         named = [values["weights"] for values in gathered if values["samples"]] or [{"": 0.0}]
-        terms = [sorted(weights) for weights in named]
-        self._refuse_unlike(
+        terms = [sorted(one) for one in named]
+        self._agreement.refuse_unlike(
             terms,
             f"weigh() names different terms on different ranks ({terms}): name the same terms on each, with 0 if there "
             f"is nothing to count",
         )
-        self.weights = {name: math.fsum(weights[name] for weights in named) for name in named[0]}
+        self.weights = {name: math.fsum(one[name] for one in named) for name in named[0]}
         self.samples, self._own_samples = sum(values["samples"] for values in gathered), samples
         self._ranks.own_time.start()
 
@@ -109,7 +107,9 @@ class SharedStep:
         """
         # All allocations come first: if memory runs out here, the other ranks do not wait in the sum yet.
         whole = [parameter for parameter in parameters if parameter.requires_grad and not has_shards(parameter)]
-        slots, total = _make_slots(whole, sums), make_loss(parameters)
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in whole):
+            raise InvalidArgument("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
+        slots, total = [GradientSlot(parameter, sums) for parameter in whole], make_loss(parameters)
         total.grad = None if loss is None else loss.detach().to(total, copy=True).reshape(())
         self._ranks.reduction.reserve([*whole, total])
         with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the sum
@@ -123,12 +123,14 @@ class SharedStep:
                 runs=loss is not None,
             )
             trains = [values["trains"] for values in gathered]
-            self._refuse_unlike(trains, "the ranks train different parameters: make and freeze the same ones on each")
+            self._agreement.refuse_unlike(
+                trains, "the ranks train different parameters: make and freeze the same ones on each"
+            )
             running = [values for values in gathered if values["runs"]]
             if not running:
                 self._agreement.end()
                 return None
-            self._refuse_unlike(
+            self._agreement.refuse_unlike(
                 [values["unit"] is None for values in running],
                 "step() returns a count (Mean, Sum) on one rank and none on another: always return it",
             )
@@ -147,7 +149,7 @@ class SharedStep:
         buffers = SharedBuffers(broadcast_buffers_of(self._wrapper))
         with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the broadcast
             gathered = self._gather_rates(buffers=buffers.description)
-            self._refuse_unlike(
+            self._agreement.refuse_unlike(
                 [values["buffers"] for values in gathered],
                 "the ranks have different buffers: make them in __init__ and in the same shapes, or pass "
                 "broadcast_buffers=False to DistributedDataParallel",
@@ -171,22 +173,14 @@ class SharedStep:
         return gathered
 
     def end(self, *, micro_batch_size: int, retries: int, peak_bytes: int) -> tuple[RankStep, ...]:
-        """End the step on all ranks, after the update; return the report of each rank, nothing if no sample counted.
-
-        Interrupts then wait for ``close``.
-        """
+        """End the step on all ranks, after the update; return each rank's report, nothing if no sample counted."""
         if self._agreement.is_over:
             return ()
-        self._block.enter_context(deferred_interrupts())  # the step has ended on all ranks, so also on this one
+        self._block.enter_context(deferred_interrupts())  # until close(): the step has ended on all ranks
         own = {"micro_batch_size": micro_batch_size, "retries": retries, "peak_bytes": peak_bytes}
         seconds = self._ranks.own_time.read()
         gathered = self._agreement.gather(END, did={**own, "samples": self._own_samples, "seconds": seconds})
         return tuple(RankStep(rank=rank, **values["did"]) for rank, values in enumerate(gathered))
-
-    def _refuse_unlike(self, values: Sequence[Any], message: str) -> None:
-        """Raise InvalidArgument on every rank if the ranks' values differ."""
-        if any(value != values[0] for value in values):
-            raise self._agreement.refuse(InvalidArgument(message))
 
 
 def _read_rates(optimizer: Any | None) -> list[float]:
@@ -199,14 +193,6 @@ def _are_close(rates: Sequence[float], others: Sequence[float]) -> bool:
     """Return whether rates are equal up to the last bits, which may differ between processors."""
     pairs = zip(rates, others, strict=False)
     return len(rates) == len(others) and all(math.isclose(a, b, rel_tol=_RATES_DIFFER_BY) for a, b in pairs)
-
-
-def _make_slots(
-    parameters: Sequence[torch.Tensor], sums: MutableMapping[torch.Tensor, torch.Tensor]
-) -> list[GradientSlot]:
-    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
-        raise InvalidArgument("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
-    return [GradientSlot(parameter, sums) for parameter in parameters]
 
 
 def _find_wanted(slots: Sequence[GradientSlot], gathered: Sequence[Mapping[str, Any]]) -> list[GradientSlot]:

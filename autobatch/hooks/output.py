@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from autobatch._arguments import check_path
 from autobatch._formatting import show_value
@@ -29,13 +30,17 @@ def jsonl(path: str | os.PathLike[str]) -> Hook:
             and the next event begins a new line.
 
     Raises:
-        InvalidArgument: The argument is not a path, or it is a folder.
-        OSError: The folder cannot be made.
+        InvalidArgument: The argument is not a path, or the file cannot be written.
     """
-    target = check_path("jsonl", path)
-    if target.is_dir():
-        raise InvalidArgument(f"jsonl({str(path)!r}) is a folder: name a file in it")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = check_path("jsonl", path, "events.jsonl")
+    try:
+        with suppress(FileExistsError):  # a file in the place of a folder, which open() explains better
+            target.parent.mkdir(parents=True, exist_ok=True)
+        target.open("ab").close()
+    except OSError as error:
+        raise InvalidArgument(
+            f"jsonl({show_value(str(path))}) cannot be written ({error.strerror}): name a file that can be written"
+        ) from None
     before = b""
 
     def write(event: Event, /) -> None:
@@ -98,7 +103,7 @@ def memory_snapshot(folder: str | os.PathLike[str] | None = None, *, most: int =
     for name, value in (("most", most), ("entries", entries)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidArgument(f"memory_snapshot({name}={show_value(value)}): pass an int of at least 1")
-    target = find_home() / "snapshots" if folder is None else check_path("memory_snapshot", folder)
+    target = find_home() / "snapshots" if folder is None else check_path("memory_snapshot", folder, "snapshots")
     memory = importlib.import_module("torch").cuda.memory
     left = most
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import cycle
 
 from autobatch._formatting import plural
 from autobatch.prediction.cards import GPUS
@@ -14,6 +13,9 @@ from autobatch.report.pictures import Peaks, draw_peaks, part_chart
 from autobatch.report.sections import Bytes, Cell, Chart, Section, Table
 
 NOMINAL = "* its memory is a nominal figure"
+
+_COLORS = ("blue", "violet", "orange", "green", "pink", "teal", "amber", "sky", "brown", "lime", "soft")
+"""Colors of the parts of the peak, the largest first; the last one is that of all smaller parts together."""
 
 
 def table_sections(prediction: PredictionRecord) -> Iterator[Section]:
@@ -39,11 +41,12 @@ def charts(prediction: PredictionRecord) -> dict[str, Chart]:
     limit, budget = (round(part) - prediction.context_bytes for part in (total / (1 + prediction.margin), total))
     points = [(point.size, point.reserved) for point in prediction.points]
     peaks = Peaks(prediction.curve, (), budget, limit, size, held, prediction.share, name, points)
-    colors = cycle(("blue", "violet", "orange", "green", "amber", "soft"))
+    first, others = prediction.breakdown[: len(_COLORS) - 1], prediction.breakdown[len(_COLORS) - 1 :]
+    named = [*((part.byte_count, part.name) for part in first), (sum(part.byte_count for part in others), "others")]
     left = max(total - prediction.peak_bytes, 0)
     margin = min(round(prediction.peak_bytes * prediction.margin), left)
     parts = [
-        *(breakdown.Part(next(colors), part.byte_count, part.name) for part in prediction.breakdown),
+        *(breakdown.Part(color, *one) for color, one in zip(_COLORS, named, strict=False)),
         breakdown.Part("axis", prediction.context_bytes, "CUDA's own, outside the allocator"),
         breakdown.Part("headroom", margin, "the margin: left free on purpose"),
         breakdown.Part("free", left - margin, "free: not needed at this size"),

@@ -72,25 +72,40 @@ def _show_sections(sections: Iterable[Section], width: int = _WIDTH) -> Iterator
 
 
 def _show_table(table: Table | None, width: int) -> Iterator[str]:
-    """Yield the lines of a table, with numbers to the right; a long last column wraps."""
+    """Yield the lines of a table, with numbers to the right; a long last column wraps.
+
+    Columns that do not fit follow below, with the first column again.
+    """
     if table is None:
         return
-    gap = 3 if len(table.headings) < 4 else 2
+    gap, numbers = 3 if len(table.headings) < 4 else 2, number_columns(table)
     rows = [tuple(map(format_cell, row)) for row in table.rows]
     if rows and any(table.headings):
         rows = [table.headings, *rows]
-    numbers = number_columns(table)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(most) if index in numbers else cell.ljust(most) if index < len(row) - 1 else cell
-            for index, (cell, most) in enumerate(zip(row, widths, strict=True))
-        ]
-        before = "".join(cell + " " * gap for cell in cells[:-1])
-        first, *others = textwrap.wrap(cells[-1], max(width - 2 - len(before), 20)) or [""]
-        yield (before + first).rstrip()
-        yield from (" " * len(before) + other for other in others)
+    for block in _divide_columns(widths, gap, width - 2):
+        *before, last = block
+        room = width - 2 - sum(widths[index] + gap for index in before)
+        for row in rows:
+            cells = [row[i].rjust(widths[i]) if i in numbers else row[i].ljust(widths[i]) for i in block]
+            start = "".join(cell + " " * gap for cell in cells[:-1])
+            first, *others = textwrap.wrap(cells[-1] if last in numbers else row[last], max(room, 1)) or [""]
+            yield (start + first).rstrip()
+            yield from (" " * len(start) + other for other in others)
     yield from table.notes
+
+
+def _divide_columns(widths: Sequence[int], gap: int, room: int) -> Iterator[list[int]]:
+    """Yield the columns of each block that fits; the last column may wrap from 20 letters on."""
+    block: list[int] = []
+    for index, wide in enumerate(widths):
+        needed = min(wide, 20) if index == len(widths) - 1 else wide
+        if len(block) > 1 and sum(widths[i] + gap for i in block) + needed > room:
+            yield block
+            block = [0]
+        block.append(index)
+    if block:
+        yield block
 
 
 def _wrap(line: str, width: int) -> list[str]:

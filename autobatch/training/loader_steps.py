@@ -177,20 +177,16 @@ def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout],
         RankFailed: Another rank's loader raised an error, or the ranks made different calls.
         InvalidArgument: Another rank begins a pass, and this one is in the middle of one.
     """
-    agreement, is_first = Agreement(ranks.channel, f"step {step}", ranks.number), not reading.has_begun
-    try:
+    is_first = not reading.has_begun
+    with Agreement(ranks.channel, f"step {step}", ranks.number) as agreement:
         layouts = reading.take()
-        gathered = agreement.gather("batches", samples=count_samples(layouts), first=is_first)
-    except BaseException as error:
-        agreement.fail(error)
-        raise
-    if len({one["first"] for one in gathered}) > 1:
-        raise agreement.refuse(
-            InvalidArgument(
-                "one rank begins a pass of run(loader), and another is in the middle of one: leave the loop at the "
-                "same step on every rank"
-            )
-        )
+        samples = count_samples(layouts)
+    gathered = agreement.gather("batches", samples=samples, first=is_first)
+    agreement.refuse_unlike(
+        [one["first"] for one in gathered],
+        "one rank begins a pass of run(loader), and another is in the middle of one: leave the loop at the same step "
+        "on every rank",
+    )
     return layouts, sum(one["samples"] for one in gathered)
 
 

@@ -16,9 +16,8 @@ from torch.autograd.graph import GradientEdge
 from autobatch.batch.cut import Group, MicroBatch
 from autobatch.batch.samples import Layout, describe
 from autobatch.batch.tree import map_tensors
-from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, PassDropped
+from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, PassDiffers, PassDropped
 from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
-from autobatch.distributed.sharded.pass_record import PassDiffers
 from autobatch.distributed.sharded.step import ShardedStep
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, InvalidArgument

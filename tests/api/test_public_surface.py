@@ -155,6 +155,29 @@ def test_an_argument_that_is_not_there_is_named_with_those_that_are() -> None:
         autobatch.Runner.fit(nn.Linear(2, 1), 4, cutt=len)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (3, {}, r"^Runner\(plan, model, step\) has no optimizer: [^\n]*optimizer=None[^\n]*accumulate\(\)[^\n]*$"),
+        (2, {}, r"^Runner\(\): missing a required argument: 'step'[^\n]*$"),
+        (4, {"scalar": 1}, r"^Runner\(\): got an unexpected keyword argument 'scalar'[^\n]*scaler[^\n]*$"),
+    ],
+    ids=["optimizer", "step", "unknown"],
+)
+def test_a_runner_that_lacks_an_argument_says_so(arguments: int, options: dict[str, int], message: str) -> None:
+    """In one line, as the user called it: no class that users do not know is in it."""
+    with pytest.raises(autobatch.InvalidArgument, match=message):
+        autobatch.Runner(*range(arguments), **options)  # type: ignore[arg-type]
+
+
+def test_no_public_class_is_made_by_a_private_one() -> None:
+    """Python writes the name of the class that defines ``__init__`` into its errors."""
+    makers = {name: getattr(autobatch, name).__init__ for name in NAMES if inspect.isclass(getattr(autobatch, name))}
+    named = {name: maker.__qualname__ for name, maker in makers.items() if inspect.isfunction(maker)}
+    foreign = {name: maker for name, maker in named.items() if maker not in (f"{name}.__init__", "BaseModel.__init__")}
+    assert foreign == {}
+
+
 @pytest.mark.parametrize("name", BY_POSITION)
 def test_common_arguments_come_in_one_order(name: str) -> None:
     """``fit``, ``predict``, ``verify`` and ``Runner`` begin alike, each leaving out what it does not take.

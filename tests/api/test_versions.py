@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autobatch._torch_versions import OLDEST, OLDEST_TO_PREDICT, format_release, read_release
+from autobatch.torch_internals import OLDEST, OLDEST_TO_PREDICT, format_release, read_release
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML by itself")
 

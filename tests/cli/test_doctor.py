@@ -88,12 +88,6 @@ TROUBLES = {
     ),
     "wrong pynvml": ({"pynvml": "11.5.3"}, "wrong", "the deprecated package pynvml 11.5.3", "pip uninstall -y pynvml"),
     "no nvml": ({"nvml": ""}, "beware", "nvidia-ml-py is not installed", "pip install nvidia-ml-py"),
-    "misspelt option": (
-        {"settings": {CONF: "expandable_segment:True"}},
-        "wrong",
-        "PYTORCH_CUDA_ALLOC_CONF has 'expandable_segment'",
-        "mend or unset PYTORCH_CUDA_ALLOC_CONF",
-    ),
     "another allocator": (
         {"settings": {CONF: "backend:cudaMallocAsync"}},
         "beware",
@@ -108,12 +102,6 @@ TROUBLES = {
     ),
     "no caching": (
         {"settings": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}},
-        "wrong",
-        "torch has no allocator whose peaks could be measured",
-        "unset PYTORCH_NO_CUDA_MEMORY_CACHING",
-    ),
-    "no caching, whatever it says": (
-        {"settings": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"}},
         "wrong",
         "torch has no allocator whose peaks could be measured",
         "unset PYTORCH_NO_CUDA_MEMORY_CACHING",

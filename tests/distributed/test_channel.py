@@ -62,16 +62,6 @@ def end_one(which, how):
     return reported[0], time.monotonic() - began
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_rank_that_was_killed_is_named_at_once(which):
-    """The others need not wait for the timeout, also where it is the first."""
-    answers = run_ranks(end_one, which, signal.SIGKILL, size=3, limit_seconds=100)
-    assert answers.pop(which).end == "ended with -9"
-    for text, seconds in values_of(answers):
-        assert text.startswith(f"rank {which} of 3 is gone: its process ")
-        assert seconds < 30
-
-
 def outlive_one(which):
     """Seconds until a rank notices that one was killed, if no rank ends before all have noticed it."""
     channel = Channel(None)

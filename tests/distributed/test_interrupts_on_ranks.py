@@ -58,35 +58,6 @@ def interrupted_after(count):
         yield
 
 
-@contextmanager
-def worker_killed_after(count):
-    """A DataLoader's handler raises on one rank right after its gather of this number, inside the exchange."""
-    gather, done = Channel._gather, []
-
-    def handle(*_):
-        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
-
-    def gather_and_raise(*arguments):
-        rows = gather(*arguments)
-        done.append(rows)
-        if dist.get_rank() == WHICH and len(done) == count:
-            signal.raise_signal(signal.SIGCHLD)
-        return rows
-
-    before = signal.signal(signal.SIGCHLD, handle)
-    with mock.patch.object(Channel, "_gather", gather_and_raise):
-        yield
-    signal.signal(signal.SIGCHLD, before)
-
-
-def lose_a_worker(count):
-    """What a step raises, and the next one."""
-    *_, runner = make_training()
-    with worker_killed_after(count):
-        raised = call(runner.step, make_batch(8, torch.float64))
-    return raised, call(runner.step, make_batch(8, torch.float64))
-
-
 def make_training(step=mean_step):
     """A model, an optimizer and a runner."""
     torch.manual_seed(0)
@@ -225,16 +196,6 @@ def test_an_interrupt_after_an_exchange_undoes_the_step_on_all(place):
     other, own = results_of(f"step {place}")
     assert other == (f"{UNDONE}KeyboardInterrupt", False, 0, False, WELL)
     assert own == ("KeyboardInterrupt", False, 0, False, WELL)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_worker_that_is_killed_during_an_exchange_is_this_ranks_error(count):
-    """Not that of a rank that did not answer: the exchange ends, and then the others get the reason."""
-    other, own = values_of(run_ranks(lose_a_worker, count))
-    reason = "rank 1: RuntimeError: DataLoader worker (pid 1) is killed by signal: Killed."
-    undone = f"RankFailed: step 0 was undone on every rank, because it failed on one: {reason}"
-    assert other == ((undone, False), ("none", False))
-    assert own == (("RuntimeError", False), ("none", False))
 
 
 def test_an_interrupt_after_another_rank_has_failed_is_not_sent_again():

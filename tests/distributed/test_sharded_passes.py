@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.distributed.sharded.pass_record import Collective, PassDiffers, PassRecord
+from autobatch.distributed.sharded.lockstep import Collective, KnownPass
 from autobatch.errors import AutobatchError
 from autobatch.testing import FakeDevice
 
@@ -348,30 +348,18 @@ def test_a_rank_without_memory_for_zeros_says_so():
         )
 
 
-def make_pass(record, name, places):
-    """Run a pass of gathers alone; returns what was asked for."""
-    asked = []
-    record.agree = asked.append
-    record.begin(name)
-    for place in places:
-        collective = Collective("gather", place, 2, 1, torch.float32, torch.device("cpu"), lambda output, given: None)
-        record.take_part(collective, torch.zeros(2), torch.zeros(1))
-    record.check_end()
-    record.end()
-    record.agree = None
-    return len(asked)
-
-
 def test_a_pass_is_known_again_when_it_has_repeated():
-    """After the first one that differs three times, after the second one more often."""
-    record = PassRecord()
-    assert [make_pass(record, "forward", (0, 1)) for _ in range(2)] == [2, 0]
-    with pytest.raises(PassDiffers):
-        make_pass(record, "forward", (0, 2))
-    record.forget("forward")
-    assert [make_pass(record, "forward", (0, 2)) for _ in range(5)] == [2, 2, 2, 2, 0]
-    with pytest.raises(PassDiffers):
-        make_pass(record, "forward", (0,))
-    record.forget("forward")
-    assert [make_pass(record, "forward", (0,)) for _ in range(11)] == [1] * 10 + [0]
-    assert make_pass(record, "backward", (0,)) == 1
+    """After the first one, after a difference three times more, and after the next difference more often."""
+
+    def note(*places):
+        was_known = known.is_known
+        known.note([Collective("gather", at, 2, 1, torch.float32, torch.device("cpu"), print) for at in places])
+        return was_known
+
+    known = KnownPass()
+    assert [note(0, 1) for _ in range(2)] == [False, True]
+    known.forget()
+    assert [note(0, 2) for _ in range(2)] == [False, False]
+    assert [note(0) for _ in range(5)] == [False, False, False, False, True]
+    known.forget()
+    assert [note(0) for _ in range(11)] == [False] * 10 + [True]

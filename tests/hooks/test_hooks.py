@@ -193,7 +193,7 @@ def test_jsonl_has_a_line_for_each_event(tmp_path):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (hooks.jsonl, "is a folder"),
+        (hooks.jsonl, "Is a directory"),
         (lambda _: hooks.console(level="WARNING"), "pass a level of logging"),
         (lambda _: hooks.console(write=3), "cannot be called"),
         (hooks.prometheus, "pass a CollectorRegistry"),
@@ -204,6 +204,16 @@ def test_a_hook_that_cannot_work_is_refused_at_once(tmp_path, make, said):
     """Not at the first event, hours later, and not in silence."""
     with pytest.raises(InvalidArgument, match=said):
         make(tmp_path)
+
+
+def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
+    """In one line that begins with the user's call."""
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "events.jsonl", "/proc/events.jsonl", tmp_path / ("n" * 300), ""):
+        with pytest.raises(InvalidArgument, match=r"^jsonl\('[^\n]*\)[^\n]*: name a file [^\n]*$"):
+            hooks.jsonl(path)
+    with pytest.raises(InvalidArgument, match=r"^jsonl\(5\): pass a path, such as 'events.jsonl'$"):
+        hooks.jsonl(5)
 
 
 def test_a_line_that_was_cut_is_logged_and_spoils_no_other(tmp_path, caplog):

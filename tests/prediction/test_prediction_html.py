@@ -81,6 +81,8 @@ def test_it_can_be_drawn(prediction, kind):
         lengths = [bar.get_width() for bar in ax.patches]
         assert sum(lengths) == prediction.gpu.total_bytes
         assert [part.byte_count for part in prediction.breakdown] == lengths[: len(prediction.breakdown)]
+        colors = [bar.get_facecolor() for bar in ax.patches]
+        assert len(set(colors)) == len(colors) > 7
     else:
         assert ax.get_title("right").startswith(f"{prediction.micro_batch_size} samples: ")
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from report_cases import CASES, Page, card_plan, make_rank_run, make_run, plans
 
+from autobatch._formatting import format_bytes
 from autobatch.report import html
 from autobatch.report.html import render_report
 from autobatch.report.text import explain_plan, show_plan
@@ -66,6 +67,20 @@ def test_a_plan_with_runs_has_the_same_numbers_in_both(name):
     """Runs, their steps and setbacks too, whatever the plan lacks."""
     check_same_numbers(CASES[name], RUNS)
     assert max(map(len, show_plan(CASES[name], RUNS).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_has_whole_cells(width):
+    """Columns that do not fit follow below, with the first column again; no row is folded."""
+    lines = show_plan(card_plan(), RUNS[:1], width).splitlines()
+    assert max(map(len, lines)) <= width
+    table = [line.split() for line in lines[lines.index("Trials") + 1 : lines.index("Where the memory goes")]]
+    for trial in card_plan().trials:
+        size = str(trial.micro_batch_size)
+        cells = [word for row in table if row and row[0] == size for word in row[1:]]
+        reserved = format_bytes(trial.peak_reserved).split()
+        assert is_within([trial.outcome, *format_bytes(trial.peak_allocated).split(), *reserved], cells)
+        assert cells[-1] == (f"{trial.samples_per_second:.1f}" if trial.samples_per_second else "-")
 
 
 def test_long_words_are_broken():

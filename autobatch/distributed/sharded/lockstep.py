@@ -2,26 +2,30 @@
 
 ``fully_shard`` gathers parameters inside each pass, so a rank that stops in the middle would leave the others waiting.
 
-1. A rank that fails takes part in the rest of its pass with zeros.
-2. At the end of a pass all ranks exchange how it went. If one ran out of memory, all drop the pass and run it again.
-3. Before each collective of an unknown pass the ranks agree. If a known pass differs on one rank, all drop it.
+1. A pass is a list of collectives. In an unknown pass the ranks agree before each one; a known pass they just run.
+2. A rank that fails takes part in the rest of a known pass with zeros.
+3. At the end of a pass all ranks exchange how it went. If one ran out of memory, all drop the pass and run it again.
+4. If a known pass differs on one rank, all drop it too, and agree on each collective again.
 """
+# ruff: noqa: SLF001 - torch can set a module's collectives, but has no public name to read the present ones
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from autobatch._user_errors import contextmanager
 from autobatch.distributed.agreement import Agreement, name_error
-from autobatch.distributed.channel import Channel
+from autobatch.distributed.channel import Channel, uninterrupted
 from autobatch.distributed.sharded.model import divisor_of, param_groups, refuse_changed_settings, reset
-from autobatch.distributed.sharded.pass_record import is_recorded, record_of
-from autobatch.errors import DoesNotFit, InvalidArgument, RankFailed, RankLost
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument, RankFailed, RankLost
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.undo.interrupts import deferred_interrupts
 
@@ -29,13 +33,64 @@ from autobatch.undo.interrupts import deferred_interrupts
 DIFFERS = "the pass differs"
 ONE_SAMPLE = "the model refuses one sample"
 
+PassName = Literal["forward", "backward"]
+
 
 class PassDropped(DoesNotFit):
     """Another rank drops a pass that all ranks end together, and all will run it again."""
 
 
+class PassDiffers(AutobatchError):
+    """This pass differs from the known one that the other ranks run."""
+
+    def __init__(self) -> None:
+        super().__init__("this pass gathers or scatters other parameters than the one before")
+
+
+class Collective(NamedTuple):
+    """One gather or scatter."""
+
+    kind: Literal["gather", "scatter"]
+    place: int  # in the model's param_groups
+    outputs: int  # numbers in the result
+    inputs: int  # numbers sent
+    dtype: torch.dtype
+    device: torch.device
+    call: Callable[[torch.Tensor, torch.Tensor], Any]  # with the output and the input
+
+    def describe(self) -> list[Any]:
+        """Return what is the same on each rank."""
+        return [self.kind, self.place, self.outputs, self.inputs, str(self.dtype)]
+
+
+@dataclass
+class KnownPass:
+    """The collectives of the latest passes of one name: known if enough of them were equal.
+
+    The first pass is enough. After a known pass that differed 4 are needed, then 10, 22 and so on.
+    """
+
+    collectives: Sequence[Collective] = ()
+    equal: int = 0
+    needed: int = 1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the next pass is expected to be equal."""
+        return self.equal >= self.needed
+
+    def note(self, collectives: Sequence[Collective]) -> None:
+        """Note a pass that all ranks have finished."""
+        is_repeated = [one.describe() for one in self.collectives] == [one.describe() for one in collectives]
+        self.collectives, self.equal = collectives, self.equal + 1 if is_repeated else 1
+
+    def forget(self) -> None:
+        """Forget a pass that differed on some rank."""
+        self.equal, self.needed = 0, 2 * self.needed + 2
+
+
 class Lockstep:
-    """One model's passes on every rank.
+    """One model's passes on every rank, for one runner or for the trials of one ``fit``.
 
     Attributes:
         running: The pass that has begun and that the ranks have not ended yet.
@@ -44,52 +99,68 @@ class Lockstep:
     """
 
     def __init__(self, model: nn.Module, channel: Channel) -> None:
-        """Record no pass outside a step."""
-        self.running: Literal["forward", "backward"] | None = None
+        """Take part in nothing outside a step."""
+        self.running: PassName | None = None
         self.causes: frozenset[str] = frozenset()
-        self._model, self._channel, self._record = model, channel, record_of(model)
-        self._groups = param_groups(model)
-        self._factor: float | None = self._groups[0].gradient_divide_factor
         self.divisor = divisor_of(model)
+        self._model, self._channel, self._groups = model, channel, param_groups(model)
+        self._factor: float | None = self._groups[0].gradient_divide_factor
         self._agreement: Agreement | None = None
+        self._passes: dict[PassName, KnownPass] = {"forward": KnownPass(), "backward": KnownPass()}
+        self._pass, self._now, self._is_followed = KnownPass(), list[Collective](), False
+        for place, group in enumerate(self._groups):
+            if not _is_watched(group):
+                group._all_gather_comm = _WatchedCollective("gather", place, group._all_gather_comm)
+                group._reduce_scatter_comm = _WatchedCollective("scatter", place, group._reduce_scatter_comm)
 
     def begin(self, agreement: Agreement) -> None:
         """Begin a step, in which all ranks run the same number of micro-batches."""
         self._agreement, self.running = agreement, None
         refuse_changed_settings(self._model, self._groups, self._factor)
-        if not all(map(is_recorded, self._groups)):
+        if not all(map(_is_watched, self._groups)):
             raise InvalidArgument(
                 "set_custom_all_gather() or set_custom_reduce_scatter() was called after Runner() was made: call it "
                 "before"
             )
+        for group in self._groups:
+            group._all_gather_comm.lockstep = group._reduce_scatter_comm.lockstep = self
         reset(self._model)  # a pass between two steps leaves parameters gathered
 
     def leave(self) -> None:
         """End the step."""
-        self._agreement, self.running, self._record.agree = None, None, None
+        self._agreement, self.running = None, None
 
-    def start(self, name: Literal["forward", "backward"]) -> None:
+    def start(self, name: PassName) -> None:
         """End the pass before and begin another one; a second call in a pass does nothing."""
         if self.running == name:
             return
         with deferred_interrupts():  # the other ranks rely on this one to be in the new pass
             self.finish()
-            self._begin_pass(name, name)
-
-    def _begin_pass(self, kind: Literal["forward", "backward"], name: str) -> None:
-        self.running = kind
-        self._record.begin(name)
-        self._record.agree, self._record.collective = self._agree, self._channel.collective
+            self._begin_pass(name, self._passes[name])
 
     def finish(self) -> None:
         """End the running pass, if any; raise PassDropped if another rank drops it."""
         if self.running is None:
             return
         with deferred_interrupts():
-            self._record.check_end()
+            if self._is_followed and len(self._now) < len(self._pass.collectives):
+                raise PassDiffers
             self._agree(None)
-            self._record.end()
-            self.running, self._record.agree = None, None
+            if not self._is_followed:
+                self._pass.note(self._now)
+            self.running = None
+
+    def take_part(self, collective: Collective, output: torch.Tensor, given: torch.Tensor) -> Any:
+        """Run a collective of the running pass; raise PassDiffers if the known pass has another one here."""
+        if self.running is None:
+            return collective.call(output, given)
+        if not self._is_followed:
+            self._agree(collective.describe())
+        else:
+            expected = self._pass.collectives[len(self._now) :][:1]
+            if [one.describe() for one in expected] != [collective.describe()]:
+                raise PassDiffers
+        return self._call(collective, output, given)
 
     def drop(self, *, short: str | None = None, again: str | None = None) -> None:
         """Drop the running pass, which all ranks will run again for the ``causes``.
@@ -98,30 +169,13 @@ class Lockstep:
             short: Out-of-memory error of this rank, which still takes part in the rest of the pass.
             again: ``DIFFERS`` or ``ONE_SAMPLE``, if that is this rank's cause. Neither: another rank has a cause.
         """
-        name = self.running
-        assert name is not None  # noqa: S101 - narrows for mypy
         if short is not None or again is not None:
             reset(self._model)  # first: it frees memory that the rest of the pass needs
             self._play_rest()
             self._gather(**({"short": short} if short is not None else {"again": again}))
         if DIFFERS in self.causes:
-            self._record.forget(name)
+            self._pass.forget()
         self._clear()
-
-    def _play_rest(self) -> None:
-        """Take part in the rest of the pass with zeros; raise RankLost if there is no memory for them."""
-        reason = ""
-        for _ in range(2):
-            try:
-                self._record.play_rest()
-            except Exception as error:
-                if isinstance(error, RankLost) or not is_oom(error):
-                    raise
-                reason = describe_error(error)
-            else:
-                return
-            gc.collect()
-        raise self._channel.give_up(f"ran out of memory for the zeros of a pass that other ranks run: {reason}")
 
     def abandon(self, error: BaseException) -> None:
         """Send the error that ends this rank's step to the others, unless they know it; raise nothing."""
@@ -139,20 +193,55 @@ class Lockstep:
         agreement = Agreement(self._channel, call)
         try:
             self.begin(agreement)
-            self._begin_pass("forward", "")  # a pass without a name is never known
+            self._begin_pass("forward", KnownPass())  # which is not known, and will not be
             yield
             self._agree(None)
         except BaseException as error:
             try:
-                _report(agreement, error)
+                if isinstance(error, DoesNotFit) or is_oom(error):
+                    if not isinstance(error, PassDropped):  # which came from the others
+                        agreement.gather("forward", short=name_error(error))
+                else:
+                    agreement.fail(error)
             finally:
                 self._clear()
             raise
         finally:
             self.leave()
 
+    def _begin_pass(self, name: PassName, known: KnownPass) -> None:
+        self.running, self._pass, self._now, self._is_followed = name, known, [], known.is_known
+
+    def _play_rest(self) -> None:
+        """Take part in the rest of the pass with zeros; raise RankLost if there is no memory for them.
+
+        In an unknown pass the others learn from the next exchange that this rank fails.
+        """
+        reason = ""
+        for _ in range(2):  # the second time from the collective at which memory ran out
+            try:
+                with torch.no_grad(), uninterrupted():
+                    for collective in self._pass.collectives[len(self._now) :] if self._is_followed else ():
+                        work = self._call(collective, *_make_zeros(collective))
+                        if isinstance(work, dist.Work):
+                            work.wait()
+            except Exception as error:
+                if isinstance(error, RankLost) or not is_oom(error):
+                    raise
+                reason = describe_error(error)
+            else:
+                return
+            gc.collect()
+        raise self._channel.give_up(f"ran out of memory for the zeros of a pass that other ranks run: {reason}")
+
+    def _call(self, collective: Collective, output: torch.Tensor, given: torch.Tensor) -> Any:
+        with self._channel.collective(f"a {collective.kind}"):
+            work = collective.call(output, given)
+            self._now.append(collective)
+            return work
+
     def _clear(self) -> None:
-        self.running, self._record.agree = None, None
+        self.running = None
         reset(self._model)
 
     def _agree(self, collective: list[Any] | None) -> None:
@@ -173,17 +262,43 @@ class Lockstep:
         """Exchange values in the running pass, and note the causes of all ranks to drop it."""
         assert self._agreement is not None and self.running is not None  # noqa: S101, PT018 - narrows for mypy
         gathered = self._agreement.gather(self.running, **values)
-        causes = [values["again"] for values in gathered if "again" in values]
-        causes += ["short" for values in gathered if "short" in values]
-        self.causes = frozenset(causes)
+        again = {values["again"] for values in gathered if "again" in values}
+        self.causes = frozenset(again | {"short" for values in gathered if "short" in values})
         return gathered
 
 
-def _report(agreement: Agreement, error: BaseException) -> None:
-    """Send the error that has ended a block here to the others, unless it came from them."""
-    if isinstance(error, PassDropped):
-        return
-    if isinstance(error, DoesNotFit) or is_oom(error):
-        agreement.gather("forward", short=name_error(error))
-    else:
-        agreement.fail(error)
+class _WatchedCollective:
+    """A module's collective, of which each call is given to the lockstep of the latest step."""
+
+    lockstep: Lockstep | None = None
+
+    def __init__(self, kind: Literal["gather", "scatter"], place: int, inner: Any) -> None:
+        self.kind, self.place, self.inner = kind, place, inner
+
+    def allocate(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        memory: torch.Tensor = self.inner.allocate(*arguments, **options)
+        return memory
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+        def call(output: torch.Tensor, given: torch.Tensor) -> Any:
+            return self.inner(output_tensor=output, input_tensor=given, **options)
+
+        if self.lockstep is None:
+            return call(output_tensor, input_tensor)
+        sizes = output_tensor.numel(), input_tensor.numel()
+        collective = Collective(self.kind, self.place, *sizes, output_tensor.dtype, output_tensor.device, call)
+        return self.lockstep.take_part(collective, output_tensor, input_tensor)
+
+
+def _is_watched(group: Any) -> bool:
+    """Return whether the collectives of one of the model's ``param_groups`` are watched."""
+    return all(isinstance(one, _WatchedCollective) for one in (group._all_gather_comm, group._reduce_scatter_comm))
+
+
+def _make_zeros(collective: Collective) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an output and an input of a collective whose results every rank drops."""
+    output, given = (
+        torch.zeros(count, dtype=collective.dtype, device=collective.device)
+        for count in (collective.outputs, collective.inputs)
+    )
+    return output, given

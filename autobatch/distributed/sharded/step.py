@@ -15,15 +15,10 @@ from autobatch.distributed.shared_step import SharedStep
 
 
 class ShardedStep(SharedStep):
-    """One step, on every rank, of a model with sharded parameters.
-
-    Attributes:
-        lockstep: Passes of the model.
-        gradient_norm: Norm over all ranks, before clipping; ``None`` without clipping.
-    """
+    """One step, on every rank, of a model with sharded parameters."""
 
     lockstep: Lockstep
-    gradient_norm: torch.Tensor | None = None
+    gradient_norm: torch.Tensor | None = None  # over all ranks, before clipping
 
     def __init__(
         self, ranks: Ranks, step: int, action: str, optimizer: Any | None = None, max_grad_norm: float | None = None

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autobatch._torch_versions import OLDEST_TO_PREDICT, format_release
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing import attention, autocast, kernels, recurrent
+from autobatch.torch_internals import OLDEST_TO_PREDICT, format_release
 
 DEVICE_TYPE = "fakegpu"
 DEVICE = f"{DEVICE_TYPE}:0"
