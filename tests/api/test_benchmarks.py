@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -20,6 +21,12 @@ import waiting
 
 from autobatch.prediction.predict import MARGIN, MARGIN_REASON
 from autobatch.prediction.text import FAMILIES_REASON
+
+
+@pytest.mark.parametrize("name", ["accuracy", "chain", "peaks", "peers", "recomputed", "results", "search"])
+def test_a_benchmark_can_be_imported(name):
+    """What it uses of the package is there, as far as names go."""
+    assert importlib.import_module(name).__doc__
 
 
 @pytest.mark.slow
