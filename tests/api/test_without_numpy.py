@@ -57,7 +57,7 @@ def make():
 """
 
 COMMANDS = [["doctor"], ["devices"], ["plans"], ["fit", "mine:make"], ["verify", "mine:make"]]
-COMMANDS += [pytest.param(["predict", "mine:make", "--gpu", "L4"], marks=pytest.mark.predicts, id="predict")]
+COMMANDS += [["predict", "mine:make", "--gpu", "L4"]]
 
 
 def run(program, folder):
@@ -77,21 +77,16 @@ def run(program, folder):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_torch_itself_warns(tmp_path):
-    """So that the tests below would fail if it were not silenced."""
+    """So that the test below would fail if it were not silenced."""
     found = run("import warnings; warnings.simplefilter('always'); import torch, torch._dynamo", tmp_path)
     assert "Failed to initialize NumPy" in found
 
 
 @pytest.mark.predicts
-def test_training_works_and_is_silent(tmp_path):
-    """From the first import through fit, Runner, verify and predict."""
-    assert "NumPy" not in run(TRAINING, tmp_path)
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_each_command_works_and_is_silent(tmp_path, command):
-    """Those that import torch, and those that do not."""
+def test_everything_works_and_is_silent(tmp_path):
+    """From the first import through fit, Runner, verify and predict, and each command."""
     (tmp_path / "mine.py").write_text(MODULE)
-    program = f"import sys; from autobatch.cli.main import main; sys.exit(main({command!r}))"
-    assert "Failed to initialize" not in run(program, tmp_path)
+    commands = f"from autobatch.cli.main import main\nfor command in {COMMANDS!r}:\n    assert main(command) == 0"
+    assert "NumPy" not in run(TRAINING + commands, tmp_path)

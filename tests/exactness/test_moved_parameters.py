@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import sample
 from splits import info_nce, regulariser, small
 from torch import nn
 from torch.nn import functional as F
@@ -167,7 +168,7 @@ def oracle_of(model: nn.Module, step: Any, batch: Any, seed: int) -> float:
     return float((gradient([slice(0, 5), slice(5, 16)]) - whole).norm() / whole.norm())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sample(CASES, 3))
 def test_a_comparison_that_is_0_at_first_is_found(name):
     """Before the first step, and without a trace; what is exact stays so."""
     make_model, step, is_exact = CASES[name]
@@ -198,7 +199,7 @@ def weights_like(layer, inputs):
     return layer.weight.to(inputs.dtype), None if layer.bias is None else layer.bias.to(inputs.dtype)
 
 
-@pytest.mark.parametrize("samples", [2, 3, 8, 16, 64])
+@pytest.mark.parametrize("samples", sample([3, 2, 8, 16, 64], 2))
 @pytest.mark.parametrize("name", ["sorted differences", "a divergence of the batch", "a gate"])
 def test_fit_raises_before_the_first_step(name, samples):
     """As with every other loss that compares samples."""

@@ -362,14 +362,3 @@ def test_a_prediction_that_knows_no_larger_sizes_ends_no_search():
     """Two sizes prove nothing where memory is concave, and 67 samples are all that was traced."""
     assert all(search_concave_memory(fitting, expects_no_more=False) for fitting in range(70, 1000, 13))
     assert not all(search_concave_memory(fitting, expects_no_more=True) for fitting in range(70, 1000, 13))
-
-
-def test_fit_on_a_cpu_imports_nothing_of_it():
-    """Nobody waits for what is not asked."""
-    code = """
-import sys, torch, autobatch
-model = torch.nn.Linear(4, 4)
-autobatch.fit(model, 8, batch=torch.zeros(8, 4), step=lambda model, rows: model(rows).square().mean(), progress=False)
-sys.exit(any(name.startswith("autobatch.prediction") for name in sys.modules))
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
