@@ -132,7 +132,7 @@ class _Headers:
     def find_written(self) -> list[torch.Tensor]:
         """Aliases of tensors that were written into."""
         counted = zip(self._counted, self.aliases, self._versions, strict=True)
-        return [a for tensor, a, version in counted if not tensor.is_inference() and tensor._version != version]
+        return [alias for tensor, alias, version in counted if tensor._version != version]
 
     def restore(self) -> None:
         for tensor, kind, alias in self._lazy:
