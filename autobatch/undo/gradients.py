@@ -11,6 +11,9 @@ from autobatch.torch_internals.storages import is_uninitialized
 NARROW = (torch.bfloat16, torch.float16)
 """Dtypes in which a sum loses small numbers beside large ones."""
 
+_DTYPE = "grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype"
+"""Attribute with the dtype of ``.grad``, since torch 2.9; ``None`` there means that it may have any."""
+
 
 class EarlierGradients:
     """Gradients from before a step: out of its way, and added to its own at the end.
@@ -85,12 +88,12 @@ class Float32Sums:
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """Sum the gradients of narrow parameters from now on; a second call before ``end`` does nothing."""
-        if self.hooks:
+        dtypes = {getattr(parameter, _DTYPE) for parameter in parameters}
+        if self.hooks or dtypes.isdisjoint((*NARROW, None)):
             return
         for parameter in parameters:
-            if gradient_dtype(parameter) not in NARROW or is_uninitialized(parameter):
-                continue
-            if parameter.is_leaf and parameter.requires_grad:
+            is_narrow = gradient_dtype(parameter) in NARROW and not is_uninitialized(parameter)
+            if is_narrow and parameter.is_leaf and parameter.requires_grad:
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
 
     @torch.no_grad()
@@ -153,8 +156,7 @@ class Float32Sums:
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Return the dtype of this parameter's ``.grad``."""
-    # torch 2.8 has no such attribute; None means that any dtype may stand there.
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+    return getattr(parameter, _DTYPE) or parameter.dtype
 
 
 @torch.no_grad()

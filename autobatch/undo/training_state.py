@@ -26,7 +26,7 @@ from autobatch._formatting import format_bytes, name_type
 from autobatch._wrappers import is_optimizer, members_of, own_attributes, own_table
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.torch_internals.storages import UNDISTURBED, lacks_memory, storages_of
-from autobatch.undo.containers import MOST_ENTRIES
+from autobatch.undo.contents import MOST_ENTRIES
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.module_state import ModuleState
 from autobatch.undo.random_state import RandomState

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InvalidArgument
-from autobatch.undo.containers import Found, children_of, find_contents, is_copied_by_value
+from autobatch.undo.contents import Contents, find_parts, is_copied_by_value
 
 __all__ = ["UserObjects", "check_objects", "expand_objects"]
 
@@ -50,7 +50,7 @@ def expand_objects(objects: Sequence[Any]) -> list[Any]:
             continue
         found.append(item)
         if not _takes(item) and not _has_state_dict(item):
-            waiting += children_of(item, whole=True)
+            waiting += find_parts(item)
     return [item for item in found if _can_be_put_back(item)]
 
 
@@ -64,8 +64,8 @@ class UserObjects:
             (item, _copy(item.state_dict())) for item in objects if not _takes(item) and _has_state_dict(item)
         ]
         data = [item for item in objects if not _takes(item) and not _has_state_dict(item)]
-        self._found: Found = find_contents(data, whole=True)
-        self._values = [(tensor, tensor.detach().clone()) for tensor in self._found.tensors]
+        self._contents = Contents(data, whole=True)
+        self._values = [(tensor, tensor.detach().clone()) for tensor in self._contents.tensors]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -73,7 +73,7 @@ class UserObjects:
         with ExitStack() as parts:  # an error of one object's own code leaves none of the others out
             for tensor, value in self._values:
                 parts.callback(tensor.detach().copy_, value)
-            parts.callback(self._found.put_back)
+            parts.callback(self._contents.restore)
             for item, state in reversed(self._states):
                 parts.callback(_load, item, state)
             for item, taken in reversed(self._taken):
@@ -110,8 +110,8 @@ def _has_state_dict(item: Any) -> bool:
 
 
 def _is_data(item: Any) -> bool:
-    found = find_contents([item], whole=True)
-    return bool(found.contents or found.tensors or (isinstance(item, tuple) and not found.modules))
+    found = Contents([item], whole=True)
+    return not found.is_empty() or (isinstance(item, tuple) and not found.modules)
 
 
 def _copy(state: Any, copy_other: Callable[[Any], Any] = copy.deepcopy) -> Any:

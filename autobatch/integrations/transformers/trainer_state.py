@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from autobatch.integrations.transformers.logs import TABLES
-from autobatch.undo.containers import Found, find_contents
+from autobatch.undo.contents import Contents
 from autobatch.undo.undo import Undo
 
 _MOST_ENTRIES = 1000  # of a container in an attribute; a larger one is data, not a count
@@ -26,7 +26,7 @@ _PLAIN = (int, float, bool, complex, str, bytes, type(None))
 class _Attributes:
     data: dict[str, Any]  # plain data by name; a callback may hold the same objects, so they stay the same
     others: frozenset[str]  # names of all other attributes; their objects may hold a batch's memory
-    found: Found  # what each container in the data held
+    found: Contents  # what each container in the data held
     values: list[tuple[torch.Tensor, torch.Tensor]]  # tensors in the data, with copies
 
 
@@ -41,7 +41,7 @@ class TrainerAttributes:
         attributes = vars(self._trainer)
         most = dict.fromkeys(TABLES, _MOST_METRICS)
         data = {name: one for name, one in attributes.items() if _is_data(one, most.get(name, _MOST_ENTRIES))}
-        found = find_contents(data.values())
+        found = Contents(data.values())
         values = [(tensor, tensor.detach().clone()) for tensor in found.tensors]
         others = frozenset(attributes) - frozenset(data)
         return _Attributes(data, others, found, values)
@@ -54,7 +54,7 @@ class TrainerAttributes:
         for name in [name for name, value in attributes.items() if name not in known and _is_data(value)]:
             del attributes[name]
         attributes.update(taken.data)
-        taken.found.put_back()
+        taken.found.restore()
         for tensor, value in taken.values:
             if tensor.shape != value.shape:  # it was resized, or got other memory
                 tensor.data = value.clone()
