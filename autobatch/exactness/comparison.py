@@ -41,9 +41,7 @@ from autobatch.undo.random_state import HostRandomState
 
 _log = logging.getLogger("autobatch")
 
-_SURELY = 0.1
-"""An error of float32 that no rounding has, not even of bfloat16. It is believed if no cause is asked for."""
-
+_SURELY = 0.1  # an error of float32 that no rounding has, not even of bfloat16. It is believed if no cause is asked for
 _HIDDEN = " (it makes no difference with the values that parameters have now, and does once they have moved)"
 
 

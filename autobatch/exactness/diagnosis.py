@@ -78,8 +78,8 @@ _SEVERAL_TERMS = (
     "counts of their own: return a dict of losses, and a dict of their counts by the same names from weigh="
 )
 _NOT_FOUND = "its cause was not found: no experiment of this check explains the difference"
+# Causes that a step may have that depends on the number of samples of its micro-batch.
 _OPEN = (_COUPLED, _SEVERAL_TERMS, _NOT_FOUND, NO_MEAN)
-"""Causes that a step may have that depends on the number of samples of its micro-batch."""
 
 
 def judge_batch_norm(measured: Measurement, parts: Parts) -> Verdict | None:

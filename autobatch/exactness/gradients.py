@@ -16,25 +16,19 @@ import torch
 
 _norm: Callable[..., torch.Tensor] = torch.linalg.vector_norm
 
+# One gradient per parameter, strided and real; ``None`` equals a gradient of 0.
 Gradients = Sequence[torch.Tensor | None]
-"""One gradient per parameter, strided and real; ``None`` equals a gradient of 0."""
-
+# Exact splits measure up to 6e-5 in float32 (a deep convolutional network with GroupNorm), most of them below 1e-6;
+# the mildest wrong one known here is beyond 1e-3. Before a split is called wrong it is measured again in float64.
 TOLERANCE = 1e-4
-"""Exact splits measure up to 6e-5 in float32 (a deep convolutional network with GroupNorm), most of them below 1e-6;
-the mildest wrong one known here is beyond 1e-3. Before a split is called wrong it is measured again in float64."""
-
+# A difference below this multiple of the rounding noise does not count. Whole and split differ by up to 10 times the
+# noise on parameters without a true gradient (biases of attention keys, 16 samples in 2 to 16 parts, torch 2.13).
 _NOISES = 100.0
-"""A difference below this multiple of the rounding noise does not count. Whole and split differ by up to 10 times the
-noise on parameters without a true gradient (biases of attention keys, 16 samples in 2 to 16 parts, torch 2.13)."""
-
+# A run-to-run difference above this part of the largest gradient is not rounding: the step keeps moving state.
 _MOST_NOISE = 1e-6
-"""A run-to-run difference above this part of the largest gradient is not rounding: the step keeps moving state."""
-
+# Number of values of a gradient that a diagnosis looks at: 2 MiB for each part. The verdict itself looks at all.
 _SAMPLED_VALUES = 2**18
-"""Number of values of a gradient that a diagnosis looks at: 2 MiB for each part. The verdict itself looks at all."""
-
-_CHUNK = 2**18
-"""Number of values that are subtracted at a time: a whole layer would dominate the check's memory."""
+_CHUNK = 2**18  # number of values that are subtracted at a time: a whole layer would dominate the check's memory
 
 
 def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:

@@ -29,20 +29,12 @@ NO_MEAN = (
     "that a micro-batch is the unit you want"
 )
 
-EXPLAINS = 1e-3
-"""A cause explains a gradient if its prediction is this near."""
-
-_BETTER = 10.0
-"""Advice must make the error smaller by this at least. A count that equals the passed one never does."""
-
-_NO_ERROR = 1e-6
-"""Candidates that are nearer than this are equally good, and the commonest of them is named."""
-
+EXPLAINS = 1e-3  # a cause explains a gradient if its prediction is this near
+_BETTER = 10.0  # advice must make the error smaller by this at least. A count that equals the passed one never does
+_NO_ERROR = 1e-6  # candidates that are nearer than this are equally good, and the commonest of them is named
+# Values that mean "no label" or "padding": torch's ignore_index, and the usual padding tokens.
 _FILLERS = (-100, 0, -1, 1)
-"""Values that mean "no label" or "padding": torch's ignore_index, and the usual padding tokens."""
-
-_SMALL = 1e-4
-"""The part of a change that is a small one: in float64 it is far above rounding."""
+_SMALL = 1e-4  # the part of a change that is a small one: in float64 it is far above rounding
 
 
 @dataclass(frozen=True)

@@ -36,23 +36,13 @@ from autobatch.undo.undo import Undo
 
 _log = logging.getLogger("autobatch")
 
-_FACTOR = 1.1
-"""Not a power of two, so that every number of the backward pass is rounded differently."""
-
+_FACTOR = 1.1  # not a power of two, so that every number of the backward pass is rounded differently
+# Part of its norm by which each parameter moves at most; part of the loss by which all change it, as on a line.
 _MOVED = 0.3
-"""Part of its norm by which each parameter moves at most; part of the loss by which all change it, as on a line."""
-
-_MOVED_WITHOUT_LOSS = 0.01
-"""Part of its norm by which each parameter moves if the loss is 0."""
-
-Sizes = tuple[int, ...]
-"""A partition into neighbours: the number of samples of each part."""
-
-Parts = tuple[Sequence[int], ...]
-"""A partition: the samples of each part."""
-
-Side = Literal["", "against", "along"]
-"""How parameters have moved: not at all, against their gradient, or along it."""
+_MOVED_WITHOUT_LOSS = 0.01  # part of its norm by which each parameter moves if the loss is 0
+Sizes = tuple[int, ...]  # a partition into neighbours: the number of samples of each part
+Parts = tuple[Sequence[int], ...]  # a partition: the samples of each part
+Side = Literal["", "against", "along"]  # how parameters have moved: not at all, against their gradient, or along it
 
 
 def ranges_of(sizes: Sizes) -> tuple[range, ...]:

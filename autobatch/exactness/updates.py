@@ -30,17 +30,11 @@ from autobatch.undo.training_state import TrainingState
 
 _log = logging.getLogger("autobatch")
 
+# Relative to the update of a parameter. An optimizer that reads ``.grad`` alone makes the same update bit for bit.
 _TOLERANCE = 1e-3
-"""Relative to the update of a parameter. An optimizer that reads ``.grad`` alone makes the same update bit for bit."""
-
-_REPEATS = 3.0
-"""The parts are blamed if they differ this many times more than the whole does when it runs again."""
-
-_VALUES = 4096
-"""Number of values of each parameter that are compared: they are held in host memory."""
-
-_RATE = 1e-3
-"""Learning rate of the compared step if a warmup begins at 0: nothing would move."""
+_REPEATS = 3.0  # the parts are blamed if they differ this many times more than the whole does when it runs again
+_VALUES = 4096  # number of values of each parameter that are compared: they are held in host memory
+_RATE = 1e-3  # learning rate of the compared step if a warmup begins at 0: nothing would move
 
 
 def check_update(verdict: Verdict, workload: Workload, layout: Layout, device: Device, state: TrainingState) -> Verdict:

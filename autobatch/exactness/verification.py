@@ -39,21 +39,13 @@ from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.undo.process_lock import one_at_a_time
 from autobatch.undo.training_state import TrainingState
 
-_FEW = 16
-"""Samples that are compared first: enough to distinguish causes, and few enough to run each alone."""
-
-_FEW_WITHOUT_CAUSES = 5
-"""The same if no cause is asked for: enough that no two parts of a division are of one size."""
-
+_FEW = 16  # samples that are compared first: enough to distinguish causes, and few enough to run each alone
+_FEW_WITHOUT_CAUSES = 5  # the same if no cause is asked for: enough that no two parts of a division are of one size
+# Most samples of a user's batch that are compared at once: two training steps of more take longer than expected.
 _MOST_AT_ONCE = 4096
-"""Most samples of a user's batch that are compared at once: two training steps of more take longer than expected."""
-
-_MOST_TRIMMED = 8
-"""Most samples that run alone to see what trimming does, from the longest to the shortest."""
-
+_MOST_TRIMMED = 8  # most samples that run alone to see what trimming does, from the longest to the shortest
+# A part of so many samples is not halved again: the comparison of a few samples has looked at smaller ones.
 _SMALLEST_HALVED = 16
-"""A part of so many samples is not halved again: the comparison of a few samples has looked at smaller ones."""
-
 _TRIMMING = (
     "trimming padding changes the gradient: the step looks at padding. A mean over all positions instead of those that "
     "count (ignore_index=, a mask, weigh=), a layer that mixes positions without a mask (attention, convolution, a "
