@@ -2,20 +2,24 @@
 
 1. First cheaply, in float32: the step as it is, or repeatable if it draws. If that is exact, it is all.
 2. Otherwise in float64, in a repeatable step, in every kind of partition: there rounding is gone.
-3. If that differs, causes are looked for.
+3. If that is exact and the cheap comparison was not, a difference may be hidden by the values of the parameters. So
+   float64 looks again, with parameters moved as the cheap comparison had moved them.
+4. If it differs, causes are looked for.
+
+An error of the step ends no ``fit``: trials have run it, so the verdict says why nothing was compared.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,8 +31,7 @@ from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.exactness.determinism import deterministic, full_precision, is_narrow, widened
 from autobatch.exactness.diagnosis import find_causes, find_uncontrolled_generators, judge_batch_norm
 from autobatch.exactness.gradients import TOLERANCE
-from autobatch.exactness.measurement import Measurement
-from autobatch.exactness.partitions import Parts, Sizes, crossings, partitions_of, ranges_of
+from autobatch.exactness.measurement import Measurement, Parts, Side, Sizes, ranges_of
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
@@ -38,13 +41,8 @@ from autobatch.undo.random_state import HostRandomState
 
 _log = logging.getLogger("autobatch")
 
-_SURELY = 0.1
-"""An error of float32 that no rounding has, not even of bfloat16. It is believed if no cause is asked for."""
-
+_SURELY = 0.1  # an error of float32 that no rounding has, not even of bfloat16. It is believed if no cause is asked for
 _HIDDEN = " (it makes no difference with the values that parameters have now, and does once they have moved)"
-
-Side = Literal["", "against", "along"]
-"""How parameters have moved: not at all, against their gradient, or along it."""
 
 
 @dataclass
@@ -91,17 +89,19 @@ class SplitComparison:
         return unchecked(reason if is_ours else f"the step cannot be made deterministic ({self._show(reason)})"), ""
 
     def _compare(self, few: Layout, partitions: Sequence[Sizes]) -> Verdict:
-        """Compare as cheaply as the answer allows."""
         if not partitions and not samples_differ(few):
             return unchecked(f"{few.count} samples of the batch are all alike: pass a batch of samples that differ")
+        # 1. A rounding error of float32 is no proof, so only an exact split is believed.
         quick, moved = self._look_quickly(few, partitions)
         if quick is not None:
             return quick
-        verdict = self._look_closely(few, partitions)
+        # 2. float64 decides.
+        verdict = self._look_closely(few, partitions or partitions_of(few.count, 1))
         if not (verdict.exact and moved):
             return verdict
+        # 3. With the parameters that the quick look had moved.
         try:
-            hidden = self._look_closely(few, (), moved)
+            hidden = self._look_closely(few, partitions_of(few.count, 1), moved)
         except Exception as error:  # noqa: BLE001 - a step that does not run with other values
             _log.info("the check was not repeated with moved parameters: %s", describe_error(error))
             return verdict
@@ -116,18 +116,10 @@ class SplitComparison:
         Returns the verdict if that shows it, and how parameters had moved.
         """
         try:
-            if self.is_free is not False:
-                with self._measure(few) as measured:
-                    if self.is_free is None:
-                        before = _read_generators(self.device.torch_device)
-                        measured.whole()
-                        self.writes = measured.writes
-                        is_still = _read_generators(self.device.torch_device) == before
-                        self.is_free = is_still and not is_narrow([*self.workload.parameters(), *tensors_of(few.batch)])
-                    if self.is_free:
+            for dtype in (torch.float32,) if self.is_free is False else (None, torch.float32):
+                with self._measure(few, dtype) as measured:
+                    if dtype is not None or self._find_free(measured):
                         return self._judge_quickly(measured, partitions)
-            with self._measure(few, torch.float32) as measured:
-                return self._judge_quickly(measured, partitions)
         except Exception as error:
             if isinstance(error, AutobatchError) or self.is_free is None:
                 raise
@@ -135,10 +127,21 @@ class SplitComparison:
             _log.debug("the quick comparison was left: %s", describe_error(error))
         return None, ""
 
+    def _find_free(self, measured: Measurement) -> bool:
+        """Return whether the step draws nothing and is not in half precision; the first run of all shows it."""
+        if self.is_free is None:
+            before = _read_generators(self.device.torch_device)
+            measured.whole()
+            self.writes = measured.writes
+            is_still = _read_generators(self.device.torch_device) == before
+            tensors = [*self.workload.parameters(), *tensors_of(measured.layout.batch)]
+            self.is_free = is_still and not is_narrow(tensors)
+        return self.is_free
+
     def _judge_quickly(self, measured: Measurement, partitions: Sequence[Sizes]) -> tuple[Verdict | None, Side]:
         count = measured.layout.count
         moved: Side = ""
-        if not 0 < measured.norm() < inf:
+        if not 0 < measured.norm() < math.inf:
             return None, ""
         if batch_norms_in_train_mode(self.workload.model):
             sizes = (partitions or partitions_of(count, 2) or partitions_of(count, 1))[0]
@@ -155,7 +158,7 @@ class SplitComparison:
 
     def _look_closely(self, few: Layout, partitions: Sequence[Sizes], moved: Side = "") -> Verdict:
         """Return the verdict of float64, in which a difference of rounding is gone; of float32 if that fails."""
-        handled, partitions = sys.exc_info()[1], partitions or partitions_of(few.count, 1)
+        handled = sys.exc_info()[1]
         try:
             with self._measure(few, torch.float64, moved) as measured:
                 return self._judge(measured, partitions)
@@ -166,9 +169,9 @@ class SplitComparison:
             return self._judge(measured, partitions)
 
     def _judge(self, measured: Measurement, sizes: Sequence[Sizes]) -> Verdict:
-        """Return the verdict of these partitions, with causes; of larger parts if a single sample cannot run."""
+        """Return the verdict of these partitions; of larger parts if a single sample cannot run."""
         handled, samples, partitions = sys.exc_info()[1], measured.layout.count, [ranges_of(one) for one in sizes]
-        if not 0 < measured.norm() < inf:
+        if not 0 < measured.norm() < math.inf:
             nothing = f"{samples} samples of the batch count for nothing: no gradient to compare"
             infinite = f"the gradient of {samples} samples of the batch at once is not finite"
             return unchecked(infinite if measured.norm() else nothing)
@@ -179,26 +182,25 @@ class SplitComparison:
             refused, reason = measured.running, describe_error(raised, handled=handled)
             if refused == samples or isinstance(raised, AutobatchError) or is_oom(raised, handled=handled):
                 raise
-        if refused == 1 and sizes == partitions_of(samples, 1):  # as BatchNorm does, or a model that squeezes its batch
-            if larger := partitions_of(samples, 2):
-                return self._judge(measured, larger)
+        larger = partitions_of(samples, 2) if refused == 1 and sizes == partitions_of(samples, 1) else None
+        if larger:  # as BatchNorm does, or a model that squeezes its batch
+            return self._judge(measured, larger)
+        if larger is not None:
             return unchecked(f"single samples cannot be run, and {samples} are too few to divide otherwise")
         if refused:
             measured.repeat_error()  # raises if all samples do not run any more either
             return unchecked(f"the step raised an error at {plural(refused, 'sample')} ({self._show(reason)})")
-        if error <= TOLERANCE:
-            return _verdict(error, samples, sizes)
-        return self._judge_difference(measured, sizes, error)
+        verdict = _verdict(error, samples, sizes)
+        return verdict if verdict.exact else self._judge_difference(measured, partitions, verdict)
 
-    def _judge_difference(self, measured: Measurement, sizes: Sequence[Sizes], error: float) -> Verdict:
-        """Return the verdict of partitions that differ, with modules and causes."""
-        partitions = [ranges_of(one) for one in sizes]
+    def _judge_difference(self, measured: Measurement, partitions: Sequence[Parts], verdict: Verdict) -> Verdict:
+        """Add the modules and causes; nothing is compared if generators that nobody controls may be the reason."""
         if uncontrolled := find_uncontrolled_generators(measured):
             return unchecked(uncontrolled)
         modules = measured.find_modules(partitions)
+        error = modules[0].relative_error if modules else verdict.relative_error
         causes = self._explain(measured, partitions) if self.explains else ()
-        found = _verdict(modules[0].relative_error if modules else error, measured.layout.count, sizes)
-        return found.model_copy(update={"exact": False, "modules": modules, "causes": causes})
+        return verdict.model_copy(update={"relative_error": error, "modules": modules, "causes": causes})
 
     def _explain(self, measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
         """Return the causes. If looking for them fails, the verdict stands."""
@@ -254,6 +256,37 @@ def _read_generators(device: torch.device) -> bytes:
     which = () if device.type == "mps" else (device,)  # there is one, and before torch 2.13 its functions take none
     own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(*which).tolist()]
     return pickle.dumps((torch.get_rng_state().tolist(), own, host.python, host.numpy))
+
+
+# ------------------------------------------------------------------------------------- the partitions of a few samples
+
+
+def crossings(samples: int) -> tuple[Parts, Parts]:
+    """Return two partitions in few parts of unlike sizes: the first sample, then rows, or columns, of a square.
+
+    Each two samples are in different parts once.
+    """
+    width = max(1, math.ceil(math.sqrt(samples - 1)))
+    others = range(1, samples)
+    rows = [others[start : start + width] for start in range(0, len(others), width)]
+    columns = [[0, *others[::width]], *([*others[start::width]] for start in range(1, width))]
+    by_row = (range(1), *rows)
+    return by_row, tuple(columns) if len(columns) > 1 else by_row
+
+
+def partitions_of(samples: int, smallest: int) -> list[Sizes]:
+    """Return the partitions of a few samples: a small part first, halves, and the smallest parts there can be.
+
+    All are needed. A mean that is stated with a wrong count looks right in two halves, and fails only in uneven parts.
+    Two samples that depend on each other show it only if they are in different parts. If two samples are the fewest
+    that can run, cuts are after 3, 5, 7 and so on: rows 2i and 2i + 1 may be a pair.
+    """
+    if samples < 2 * smallest:
+        return []
+    first = smallest if smallest == 1 or samples < 2 * smallest + 1 else smallest + 1
+    parts, rest = divmod(samples - first, smallest)
+    finest = (first, *[smallest] * (parts - 1), smallest + rest)
+    return [*dict.fromkeys([(smallest, samples - smallest), (samples - samples // 2, samples // 2), finest])]
 
 
 def samples_differ(layout: Layout) -> bool:

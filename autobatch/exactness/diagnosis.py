@@ -35,8 +35,7 @@ from autobatch.exactness.loss_weights import (
     explain_weighing,
     find_coupling,
 )
-from autobatch.exactness.measurement import Measurement
-from autobatch.exactness.partitions import Parts, ranges_of
+from autobatch.exactness.measurement import Measurement, Parts, ranges_of
 from autobatch.records import Verdict
 from autobatch.step.model_info import batch_norms_in_train_mode, blame_batch_norms, show_names
 from autobatch.undo.random_state import HostRandomState
@@ -79,8 +78,8 @@ _SEVERAL_TERMS = (
     "counts of their own: return a dict of losses, and a dict of their counts by the same names from weigh="
 )
 _NOT_FOUND = "its cause was not found: no experiment of this check explains the difference"
+# Causes that a step may have that depends on the number of samples of its micro-batch.
 _OPEN = (_COUPLED, _SEVERAL_TERMS, _NOT_FOUND, NO_MEAN)
-"""Causes that a step may have that depends on the number of samples of its micro-batch."""
 
 
 def judge_batch_norm(measured: Measurement, parts: Parts) -> Verdict | None:
@@ -139,7 +138,7 @@ def _find_further_causes(measured: Measurement, partitions: Sequence[Parts]) -> 
         causes += (_IGNORES_GRADIENT,)
     for rows in chain(*partitions):  # if a part alone shows draws to be of another kind, all before is void
         measured.alone(rows)
-    if _are_counts_right(measured, partitions):
+    if _are_counts_right(measured, partitions) or (measured.states_counts and _IGNORES_GRADIENT in causes):
         return causes or (_NOT_FOUND,)
     return (*causes, *_find_causes_in_loss(measured, partitions))
 
@@ -207,21 +206,20 @@ def _are_same(one: Measurement, other: Measurement, partitions: Sequence[Parts])
 
 
 def _are_counts_right(measured: Measurement, partitions: Sequence[Parts]) -> bool:
-    """Return whether the parts' own gradients, with the counts that training uses, add up to the whole."""
-    whole = measured.whole_values()
-    passed = [measured.values(parts) - whole for parts in partitions]
-    composed = [measured.composed(parts) for parts in partitions]
-    most = min(EXPLAINS * float(whole.norm()), 0.1 * max(float(apart.norm()) for apart in passed))
-    return all(found is not None and float((found - whole).norm()) <= most for found in composed)
+    """Return whether the parts' own gradients, with samples or ``weigh`` as counts, add up to the whole."""
+    if measured.states_counts:
+        return False
+    weights = {rows: measured.workload.weights_of(measured.part(rows).batch, len(rows)) for rows in chain(*partitions)}
+    counts = {str(rows): found[""] for rows, found in weights.items() if "" in found}
+    return len(counts) == len(weights) and error_of(measured, partitions, counts) <= EXPLAINS
 
 
 def _find_added_terms(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
     """Find a term that is added in each of K micro-batches, so K - 1 times too often."""
     whole = measured.whole_values()
-    alone = [(parts, [values for values in map(measured.alone, parts) if values is not None]) for parts in partitions]
-    run = [(parts, values) for parts, values in alone if len(values) > 1]
-    added = [measured.values(parts) if (one := measured.composed(parts)) is None else one for parts, _ in run]
-    if _grows_with_parts([(one - whole) / (len(values) - 1) for one, (_, values) in zip(added, run, strict=True)]):
+    alone = [[values for rows in parts if (values := measured.alone(rows)) is not None] for parts in partitions]
+    run = [(parts, values) for parts, values in zip(partitions, alone, strict=True) if len(values) > 1]
+    if _grows_with_parts([(measured.values(parts) - whole) / (len(values) - 1) for parts, values in run]):
         return (_ONCE_A_MICRO_BATCH,)
     if _grows_with_parts([(torch.stack(values).sum(0) - whole) / (len(values) - 1) for _, values in run]):
         return (_SUMMED, _ONCE_A_MICRO_BATCH)

@@ -16,25 +16,19 @@ import torch
 
 _norm: Callable[..., torch.Tensor] = torch.linalg.vector_norm
 
+# One gradient per parameter, strided and real; ``None`` equals a gradient of 0.
 Gradients = Sequence[torch.Tensor | None]
-"""One gradient per parameter, strided and real; ``None`` equals a gradient of 0."""
-
+# Exact splits measure up to 6e-5 in float32 (a deep convolutional network with GroupNorm), most of them below 1e-6;
+# the mildest wrong one known here is beyond 1e-3. Before a split is called wrong it is measured again in float64.
 TOLERANCE = 1e-4
-"""Exact splits measure up to 6e-5 in float32 (a deep convolutional network with GroupNorm), most of them below 1e-6;
-the mildest wrong one known here is beyond 1e-3. Before a split is called wrong it is measured again in float64."""
-
+# A difference below this multiple of the rounding noise does not count. Whole and split differ by up to 10 times the
+# noise on parameters without a true gradient (biases of attention keys, 16 samples in 2 to 16 parts, torch 2.13).
 _NOISES = 100.0
-"""A difference below this multiple of the rounding noise does not count. Whole and split differ by up to 10 times the
-noise on parameters without a true gradient (biases of attention keys, 16 samples in 2 to 16 parts, torch 2.13)."""
-
+# A run-to-run difference above this part of the largest gradient is not rounding: the step keeps moving state.
 _MOST_NOISE = 1e-6
-"""A run-to-run difference above this part of the largest gradient is not rounding: the step keeps moving state."""
-
+# Number of values of a gradient that a diagnosis looks at: 2 MiB for each part. The verdict itself looks at all.
 _SAMPLED_VALUES = 2**18
-"""Number of values of a gradient that a diagnosis looks at: 2 MiB for each part. The verdict itself looks at all."""
-
-_CHUNK = 2**18
-"""Number of values that are subtracted at a time: a whole layer would dominate the check's memory."""
+_CHUNK = 2**18  # number of values that are subtracted at a time: a whole layer would dominate the check's memory
 
 
 def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
@@ -63,29 +57,22 @@ def sample_values(gradients: Gradients, like: Gradients, scales: Sequence[float]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
+@torch.no_grad()
+def distances(found: Gradients, expected: Gradients) -> list[float]:
+    """Return ``|found - expected|`` of each parameter: the Euclidean norm, in float64."""
+    apart = [_distance(one, other) for one, other in zip(found, expected, strict=True)]
+    return [float(norm) for norm in apart]  # read only now: each read waits for the device
+
+
 def norms(gradients: Gradients) -> list[float]:
     """Return the Euclidean norm of each parameter's gradient, in float64; nan if any value is."""
     return distances(gradients, [None] * len(gradients))
 
 
-@torch.no_grad()
-def distances(found: Gradients, expected: Gradients) -> list[float]:
-    """Return ``|found - expected|`` of each parameter: the Euclidean norm, in float64."""
-    apart = [_distance(one, other) for one, other in zip(found, expected, strict=True)]
-    present = {index: norm for index, norm in enumerate(apart) if norm is not None}
-    result = [0.0] * len(apart)
-    for device in {norm.device for norm in present.values()}:  # one transfer per device: each read waits for it
-        indices = [index for index, norm in present.items() if norm.device == device]
-        values = torch.stack([present[index] for index in indices]).tolist()
-        for index, value in zip(indices, values, strict=True):
-            result[index] = value
-    return result
-
-
-def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | float:
     one, other = (other, one) if one is None else (one, other)
     if one is None:
-        return None
+        return 0.0
     wide = torch.float32 if one.device.type == "mps" else torch.float64  # MPS has no float64
     if one.numel() <= _CHUNK:
         return _norm(one if other is None else one - other, dtype=wide)
@@ -94,21 +81,16 @@ def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Ten
     return _norm(torch.stack([_norm(chunk - second, dtype=wide) for chunk, second in chunks]))
 
 
-def bound_noise(noise: Sequence[float], sizes: Sequence[float], least: float) -> list[float]:
-    """Return how much of each parameter's difference between two runs can be rounding: at least ``least``."""
-    return [max(min(one, _MOST_NOISE * _largest(sizes)), least) for one in noise]
-
-
-def _largest(sizes: Sequence[float]) -> float:
-    return max(filter(math.isfinite, sizes), default=0.0)
-
-
 @dataclass(frozen=True)
 class Scales:
     """The scale on which each parameter's difference is judged."""
 
     sizes: Sequence[float]  # norm of each parameter's whole gradient
     noise: Sequence[float] = ()  # norm of its rounding noise; empty if that was not measured
+
+    def with_noise(self, apart: Sequence[float], least: float) -> Scales:
+        """Return scales that know how much of a difference can be rounding, of which two runs differ by ``apart``."""
+        return Scales(self.sizes, [max(min(one, _MOST_NOISE * self._largest()), least) for one in apart])
 
     def floor(self, index: int) -> float:
         """Return the smallest scale of a parameter: it just tolerates a difference of ``_NOISES`` roundings."""
@@ -128,7 +110,10 @@ class Scales:
 
     def divisors(self) -> list[float]:
         """Return what brings all parameters to one scale, and those that hold only noise to nearly 0."""
-        return [max(size, self.floor(index)) or _largest(self.sizes) for index, size in enumerate(self.sizes)]
+        return [max(size, self.floor(index)) or self._largest() for index, size in enumerate(self.sizes)]
+
+    def _largest(self) -> float:
+        return max(filter(math.isfinite, self.sizes), default=0.0)
 
 
 def relate(apart: float, scale: float) -> float:

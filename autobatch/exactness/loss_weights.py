@@ -19,8 +19,7 @@ from autobatch.batch.samples import Layout
 from autobatch.batch.tree import fields_of, map_tensors
 from autobatch.errors import DoesNotFit
 from autobatch.exactness.gradients import TOLERANCE, is_near, relate
-from autobatch.exactness.measurement import Measurement
-from autobatch.exactness.partitions import Parts
+from autobatch.exactness.measurement import Measurement, Parts
 from autobatch.memory.oom import is_oom
 
 NO_MEAN = (
@@ -30,20 +29,12 @@ NO_MEAN = (
     "that a micro-batch is the unit you want"
 )
 
-EXPLAINS = 1e-3
-"""A cause explains a gradient if its prediction is this near."""
-
-_BETTER = 10.0
-"""Advice must make the error smaller by this at least. A count that equals the passed one never does."""
-
-_NO_ERROR = 1e-6
-"""Candidates that are nearer than this are equally good, and the commonest of them is named."""
-
+EXPLAINS = 1e-3  # a cause explains a gradient if its prediction is this near
+_BETTER = 10.0  # advice must make the error smaller by this at least. A count that equals the passed one never does
+_NO_ERROR = 1e-6  # candidates that are nearer than this are equally good, and the commonest of them is named
+# Values that mean "no label" or "padding": torch's ignore_index, and the usual padding tokens.
 _FILLERS = (-100, 0, -1, 1)
-"""Values that mean "no label" or "padding": torch's ignore_index, and the usual padding tokens."""
-
-_SMALL = 1e-4
-"""The part of a change that is a small one: in float64 it is far above rounding."""
+_SMALL = 1e-4  # the part of a change that is a small one: in float64 it is far above rounding
 
 
 @dataclass(frozen=True)
@@ -67,13 +58,10 @@ class Unit:
         return f"sum({code} for item in {self.samples})" if self.samples else code
 
     def count(self, batch: Any) -> float:
-        if not self.samples:
-            return self._count_in("batch", batch)
-        return sum(self._count_in("item", item) for item in _find("batch", batch, self.samples))
-
-    def _count_in(self, root: str, node: Any) -> float:
-        tensor = _tensors(root, node)[self.path]  # by name: a path need not be code, as with keys that are enums
-        return float(eval(self.template.format("tensor"), {"tensor": tensor}))  # noqa: S307 - the template is ours
+        root, nodes = ("item", _find("batch", batch, self.samples)) if self.samples else ("batch", [batch])
+        # By name: a path need not be code, as with keys that are enums.
+        tensors = [_tensors(root, node)[self.path] for node in nodes]
+        return sum(float(eval(self.template.format("tensor"), {"tensor": one})) for one in tensors)  # noqa: S307 - the template is ours
 
 
 class _Source(NamedTuple):
@@ -84,30 +72,26 @@ class _Source(NamedTuple):
     values: torch.Tensor
     ndim: int
 
-    def unit(self, code: str) -> Unit:
-        return Unit(code, self.path, self.samples)
-
-    def units(self, code: str) -> Iterator[Unit]:
-        yield self.unit(code)
-        if self.ndim >= 2 and not self.samples:
-            # A language model's labels are its inputs, shifted by one: the first of each row is no label.
-            yield self.unit(code.replace("{}", "{}[:, 1:]"))
-
 
 def units_of(layout: Layout) -> Iterator[Unit]:
     """Yield everything in this batch that a mean may be over, the most common first."""
+
+    def units(template: str, source: _Source) -> Iterator[Unit]:
+        yield Unit(template, source.path, source.samples)
+        if source.ndim >= 2 and not source.samples:
+            # A language model's labels are its inputs, shifted by one: the first of each row is no label.
+            yield Unit(template.replace("{}", "{}[:, 1:]"), source.path)
+
     found = [*_sources(layout)]
     masks = [s.values.dtype == torch.bool or bool(((s.values == 0) | (s.values == 1)).all()) for s in found]
-    for source in found:
-        if source.samples:
-            yield source.unit("len({})")
+    yield from (Unit("len({})", source.path, source.samples) for source in found if source.samples)
     for filler in _FILLERS:
         for source, is_mask in zip(found, masks, strict=True):
             if not is_mask and not source.values.is_floating_point():
-                yield from source.units(f"({{}} != {filler}).sum()")
+                yield from units(f"({{}} != {filler}).sum()", source)
     for source, is_mask in zip(found, masks, strict=True):
         if is_mask or (source.ndim == 1 and bool((source.values >= 0).all())):
-            yield from source.units("{}.sum()")
+            yield from units("{}.sum()", source)
 
 
 def _sources(layout: Layout) -> Iterator[_Source]:
@@ -144,28 +128,26 @@ def explain_weighing(measured: Measurement, partitions: Sequence[Parts]) -> str 
 
     ``None`` if no weights give the whole gradient; "" if some do, and they depend on something unknown.
     """
-    whole = measured.whole_values()
+    whole, weigh, states = measured.whole_values(), measured.workload.weigh, measured.states_counts
     passed = max(_relative(measured.values(parts), whole) for parts in partitions)
     most = min(EXPLAINS, passed / _BETTER)
-    is_weighed = measured.workload.weigh is not None or measured.states_counts
-    if is_weighed and error_of(measured, partitions) <= most:
-        mend = (
-            "return the loss itself, or state the number of samples as its count"
-            if measured.states_counts
-            else "leave weigh= out"
-        )
+    # 1. Samples.
+    if (weigh is not None or states) and error_of(measured, partitions) <= most:
+        mend = "return the loss itself, or state the number of samples as its count" if states else "leave weigh= out"
         return f"the loss is a mean over samples, and is counted otherwise: {mend}"
-    counted = "what weigh() counts" if measured.workload.weigh is not None else "samples"
+    # 2. A count that the batch shows.
+    counted = "what weigh() counts" if weigh is not None else "samples"
     code, error = _find_best_unit(measured, partitions)
     if error <= most:
         pass_ = f"pass weigh=lambda batch: {code}"
-        if measured.states_counts:
+        if states:
             counted, pass_ = "what it states as its count", f"state {code} as its count"
         left = f"below {_NO_ERROR:.0e}" if error < _NO_ERROR else f"of {error:.1e}"
         return (
             f"the loss is a mean over {code}, not over {counted}: {pass_} (that leaves a relative error "
             f"{left} instead of {passed:.1e})"
         )
+    # 3. Any weights.
     return _explain_weights(measured, partitions, counted)
 
 
@@ -207,12 +189,9 @@ def error_of(
     for parts in partitions:
         weights = [1.0 if sums else float(len(rows)) if counts is None else counts[str(rows)] for rows in parts]
         divisor = 1.0 if sums else sum(weights)
+        alone = zip((measured.alone(rows) for rows in parts), weights, strict=True)
         # 0 x nan is nan: a part without anything to count has no gradient
-        terms = [
-            part * (weight / divisor)
-            for part, weight in zip(map(measured.alone, parts), weights, strict=True)
-            if part is not None and weight > 0
-        ]
+        terms = [part * (weight / divisor) for part, weight in alone if part is not None and weight > 0]
         worst = max(worst, _relative(torch.stack(terms).sum(0), whole) if terms else math.inf)
     return worst
 
@@ -269,11 +248,11 @@ def _find_weights(measured: Measurement, parts: Parts) -> list[float] | None:
 
     ``None`` if even that is not near it; an empty list if other weights are as near, or some always are.
     """
-    alone, whole = [*map(measured.alone, parts)], measured.whole_values()
+    alone, whole = [measured.alone(rows) for rows in parts], measured.whole_values()
     columns = {index: part for index, part in enumerate(alone) if part is not None and bool(part.isfinite().all())}
     if not columns:
         return None
-    matrix = torch.stack([*columns.values()], 1)
+    matrix = torch.stack(list(columns.values()), 1)
     if int((matrix.abs().amax(1) > 0).sum()) <= len(columns):
         return []  # so few equations have a solution whatever the loss is
     found = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd")

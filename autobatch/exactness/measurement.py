@@ -1,7 +1,10 @@
 """Measures the gradient of the same few samples, whole and in parts, each by the code that trains.
 
-All runs begin with the same buffers, attributes and generators. The first run also records other memory that the step
-writes into; later runs are recorded only if the first one wrote anything.
+1. All runs begin with the same buffers, attributes and generators. The first run also records other memory that the
+   step writes into; later runs are recorded only if the first one wrote anything.
+2. Only distances from the whole gradient are kept, so that two gradients are in memory at a time.
+3. A distance is first judged on the scale of each parameter's gradient. If it is large, rounding noise is measured too.
+4. For a diagnosis, values of each part's gradient are kept: they show how parts would have to be added up.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -20,39 +24,30 @@ from autobatch._user_errors import contextmanager
 from autobatch.batch.samples import Layout
 from autobatch.batch.tree import as_leaf, map_tensors, tensors_of
 from autobatch.errors import DoesNotFit
-from autobatch.exactness.gradients import (
-    TOLERANCE,
-    Gradients,
-    Scales,
-    bound_noise,
-    distances,
-    norms,
-    sample_values,
-    take_gradients,
-)
-from autobatch.exactness.partitions import Parts
+from autobatch.exactness.gradients import TOLERANCE, Gradients, Scales, distances, norms, sample_values, take_gradients
 from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
 from autobatch.records import ModuleError
 from autobatch.step.losses import read_terms
-from autobatch.step.workload import Step, Workload, split_output
+from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation import Accumulation
 from autobatch.undo.module_state import ModuleState
 from autobatch.undo.undo import Undo
 
 _log = logging.getLogger("autobatch")
 
-_FACTOR = 1.1
-"""Not a power of two, so that every number of the backward pass is rounded differently."""
+_FACTOR = 1.1  # not a power of two, so that every number of the backward pass is rounded differently
+# Part of its norm by which each parameter moves at most; part of the loss by which all change it, as on a line.
+_MOVED = 0.3
+_MOVED_WITHOUT_LOSS = 0.01  # part of its norm by which each parameter moves if the loss is 0
+Sizes = tuple[int, ...]  # a partition into neighbours: the number of samples of each part
+Parts = tuple[Sequence[int], ...]  # a partition: the samples of each part
+Side = Literal["", "against", "along"]  # how parameters have moved: not at all, against their gradient, or along it
 
-_CHANGE = 0.3
-"""Part of the loss by which a step along the gradient would change it if the loss were a line."""
 
-_MOST_MOVED = 0.3
-"""Part of its norm by which each parameter moves at most."""
-
-_MOVED_WITHOUT_LOSS = 0.01
-"""The same if the loss is 0."""
+def ranges_of(sizes: Sizes) -> tuple[range, ...]:
+    """Return the samples of each part of neighbours."""
+    return tuple(range(start, stop) for start, stop in pairwise([0, *accumulate(sizes)]))
 
 
 class Measurement:
@@ -75,18 +70,19 @@ class Measurement:
         layout: Layout,
         random: SampleNumbers | None,
         *,
-        keeps_values: bool = False,
         writes: bool | None = None,
     ) -> None:
-        self.workload, self.device, self.layout, self.random = workload, device, layout, random
-        self.keeps_values, self.writes = keeps_values, writes
+        self.workload, self.device, self.layout, self.random, self.writes = workload, device, layout, random, writes
+        self.keeps_values, self.states_counts, self.running = False, False, 0
         self.renews: Literal["", "outside", "all"] = ""
-        self.states_counts = False
-        self.running = 0
         self._loss = self._whole_loss = 0.0
-        outside = [module for module in workload.outside() if isinstance(module, nn.Module)]
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take the present state as that of each run's start."""
+        outside = [module for module in self.workload.outside() if isinstance(module, nn.Module)]
         self._outside = ModuleState([part for module in outside for part in module.modules()])
-        self.start = Undo(workload.model, device.torch_device)
+        self.start = Undo(self.workload.model, self.device.torch_device)
         self.forget()
 
     def forget(self) -> None:
@@ -94,7 +90,6 @@ class Measurement:
         self._whole: Gradients | None = None
         self._scales: Scales | None = None
         self._measured: dict[str, tuple[list[float], torch.Tensor]] = {}
-        self._counts: dict[str, float | None] = {}
 
     def release(self) -> None:
         """Free the whole gradient; it is measured again when it is needed."""
@@ -102,8 +97,10 @@ class Measurement:
 
     def again(self) -> Measurement:
         """Return a measurement from the present state, after a change to the model."""
-        same = (self.workload, self.device, self.layout, self.random)
-        return Measurement(*same, keeps_values=self.keeps_values, writes=self.writes)
+        other = copy.copy(self)
+        other.renews = ""
+        other._begin()  # noqa: SLF001 - of its own class, as below
+        return other
 
     def on(self, layout: Layout) -> Measurement:
         """Return a measurement of other samples, from the same start."""
@@ -115,8 +112,10 @@ class Measurement:
     def renewing(self, renews: Literal["outside", "all"]) -> Measurement:
         """Return the same with the state rewound before each part; the whole, which is one part, stays as measured."""
         other = copy.copy(self)
-        vars(other).update(renews=renews, _measured={})
+        other.renews, other._measured = renews, {}  # noqa: SLF001 - of its own class
         return other
+
+    # --------------------------------------------------------------------------------- how far parts are from the whole
 
     def whole(self) -> Gradients:
         """Return the gradient of all samples at once."""
@@ -153,27 +152,40 @@ class Measurement:
         """Return the relative error of the gradient at twice the loss, halved; a power of two rounds nothing."""
         return self._judge(self._apart_at(2.0))
 
-    def error_after_moves(self, rows: Parts, columns: Parts) -> tuple[float, Literal["", "against", "along"]]:
+    def find_modules(self, partitions: Sequence[Parts]) -> tuple[ModuleError, ...]:
+        """Return the modules with parameters that differ, and their error in the worst partition, the worst first."""
+        self.error(partitions)
+        model, parameters = self.workload.model, self.workload.parameters()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        worst = dict[str, float]()
+        for parts in partitions:
+            for index, error in self.scales().report(self._measure(parts)[0]).items():
+                name = names.get(id(parameters[index]), "a parameter of the optimizer alone.")
+                module = name.rpartition(".")[0] or type(model).__name__
+                worst[module] = max(worst.get(module, 0.0), error)
+        ordered = sorted(worst.items(), key=lambda found: -found[1])
+        return tuple(ModuleError(module=module, relative_error=error) for module, error in ordered)
+
+    # ------------------------------------------------------------------------------------------- with moved parameters
+
+    def error_after_moves(self, rows: Parts, columns: Parts) -> tuple[float, Side]:
         """Return the error after parameters have moved, and the last side; if a copy does not fit, they stay.
 
         A term that compares samples may be 0 with the values that parameters have. One side alone may not show it, as a
         mean may be kept from below 0.
         """
         try:
-            return self._error_on_both_sides(rows, columns)
+            with self.moved() as mirror:
+                error = self._error_here(rows)
+                if error > TOLERANCE:
+                    return error, "against"
+                mirror()
+                return max(error, self._error_here(columns)), "along"
         except DoesNotFit as shortage:
             _log.info("the check was not repeated with moved parameters: %s", shortage)
         self.device.reclaim()  # only now, after the ``except`` block, are the failed attempt's frames gone
         self.forget()
         return self.error([rows, columns]), ""
-
-    def _error_on_both_sides(self, rows: Parts, columns: Parts) -> tuple[float, Literal["against", "along"]]:
-        with self.moved() as mirror:
-            error = self._error_here(rows)
-            if error > TOLERANCE:
-                return error, "against"
-            mirror()
-            return max(error, self._error_here(columns)), "along"
 
     def _error_here(self, parts: Parts) -> float:
         """Return the error with the present values of parameters; infinite without a gradient to compare."""
@@ -190,12 +202,10 @@ class Measurement:
         """
         gradients, sizes, loss = self.whole(), self.scales().sizes, abs(self._whole_loss)
         found = zip(self.workload.parameters(), gradients, sizes, strict=True)
-        moving = [
-            (p, gradient, _length_of(p), size) for p, gradient, size in found if gradient is not None and size > 0
-        ]
-        slope = math.fsum(length * size for _, _, length, size in moving)
-        change = _CHANGE * loss / slope if loss and slope else _MOVED_WITHOUT_LOSS
-        part = min(_MOST_MOVED, change) if slope and math.isfinite(loss) else 0.0
+        moving = [(p, gradient, size, _length_of(p)) for p, gradient, size in found if gradient is not None and size]
+        slope = math.fsum(size * length for _, _, size, length in moving)
+        part = min(_MOVED, _MOVED * loss / slope) if 0 < loss < math.inf else _MOVED_WITHOUT_LOSS
+        del gradients, found
         saved = [(parameter, parameter.data.clone()) for parameter, *_ in moving]
 
         def mirror() -> None:
@@ -203,16 +213,16 @@ class Measurement:
                 parameter.data.neg_().add_(values, alpha=2)
 
         try:
-            for parameter, gradient, length, size in moving:
-                along = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
-                parameter.data.add_(along, alpha=-part * length / size)
-                del along
-            del gradients, found, moving
+            while moving:  # nothing holds a gradient afterwards
+                _move(*moving.pop(), part)
             self.release()
             yield mirror
         finally:
             for parameter, values in saved:
                 parameter.data.copy_(values)
+            saved.clear()  # the caller still holds ``mirror``, and with it the copies
+
+    # --------------------------------------------------------------------------------------------- for the diagnosis
 
     def values(self, parts: Parts) -> torch.Tensor:
         """Return values of one partition's gradient, as ``sample_values`` picks them."""
@@ -222,59 +232,56 @@ class Measurement:
         """Return values of the whole gradient."""
         return self.sample(self.whole())
 
+    def sample(self, found: Gradients) -> torch.Tensor:
+        """Return values of a gradient, on the scales of the whole one."""
+        self._measure_noise()
+        return sample_values(found, self.whole(), self.scales().divisors())
+
     def alone(self, rows: Sequence[int]) -> torch.Tensor | None:
         """Return values of one part's gradient, as if it were the whole batch; ``None`` if it counts for nothing."""
         is_run = str((rows,)) in self._measured or self._counts_any(self.part(rows))
         return self.values((rows,)) if is_run else None
 
-    def composed(self, parts: Parts) -> torch.Tensor | None:
-        """Add up the parts' own gradients, each from the state at the start, with the counts that training uses.
-
-        ``None`` without one count for all: the step returns several terms, or ``weigh`` counts each otherwise.
-        """
-        alone = {part: values for part in parts if (values := self.alone(part)) is not None}
-        counts = [self._counts.get(str(part)) for part in alone]
-        known = [count for count in counts if count is not None]
-        if not known or len(known) < len(counts):
-            return None
-        total = math.fsum(known)
-        terms = [values * (count / total) for values, count in zip(alone.values(), known, strict=True) if count]
-        return torch.stack(terms).sum(0) if terms else None
+    # ----------------------------------------------------------------------------------------------------- the runs
 
     def part(self, rows: Sequence[int]) -> Layout:
         """Return these samples as a batch."""
         # Leaves: a registered type's own ``take`` may compute them from tensors that require a gradient.
         return Layout(map_tensors(self.layout.take(rows), as_leaf), len(rows), self.layout.lists)
 
-    def find_modules(self, partitions: Sequence[Parts]) -> tuple[ModuleError, ...]:
-        """Return the modules with parameters that differ, and their error in the worst partition, the worst first."""
-        self.error(partitions)
-        model, parameters = self.workload.model, self.workload.parameters()
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        worst = dict[str, float]()
-        for parts in partitions:
-            for index, error in self.scales().report(self._measure(parts)[0]).items():
-                name = names.get(id(parameters[index]), "a parameter of the optimizer alone.")
-                module = name.rpartition(".")[0] or type(model).__name__
-                worst[module] = max(worst.get(module, 0.0), error)
-        ordered = sorted(worst.items(), key=lambda found: -found[1])
-        return tuple(ModuleError(module=module, relative_error=error) for module, error in ordered)
-
     def accumulate(self, parts: Parts, factor: float = 1.0) -> Sequence[nn.Parameter]:
         """Accumulate the gradient of these parts into ``.grad``, from the state at the start; return the parameters."""
         self.start.restore()
         parameters = self.workload.parameters()  # only now: those that the last run has made are gone
-        for parameter in parameters:
-            parameter.grad = None
+        self.workload.drop_gradients()
         layouts = [self.part(rows) for rows in parts]
-        run = [rows for rows, part in zip(parts, layouts, strict=True) if self._counts_any(part)]
-        workload = self.workload.around(self._make_step(iter(run)), weigh=self.workload.weigh)
-        scale = None if factor == 1 else lambda loss: loss * factor
-        watched = 2 if self.writes is None else 0
-        accumulation = Accumulation(workload, self.device, scale, records=False, owns_batches=True, watched=watched)
-        records = self.writes is not False
+        run = iter([rows for rows, part in zip(parts, layouts, strict=True) if self._counts_any(part)])
+
+        def step(model: Any, batch: Any) -> Any:
+            """Run the user's step with the random numbers of its samples."""
+            if self.renews == "all":
+                self.start.restore()
+            if self.renews:
+                self._restore_outside()
+            rows = next(run)
+            self.running = len(rows)
+            if self.random is not None:
+                self.random.begin(rows, self.layout.count)
+            returned = self.workload.step(model, batch)
+            if self.keeps_values:
+                self.states_counts = any(term.count is not None for term in read_terms(split_output(returned)[0]))
+            return returned
+
+        accumulation = Accumulation(
+            self.workload.around(step, weigh=self.workload.weigh),
+            self.device,
+            None if factor == 1 else lambda loss: loss * factor,
+            records=False,
+            owns_batches=True,
+            watched=2 if self.writes is None else 0,
+        )
         try:
-            with self.start.watch(tensors_of(self.layout.batch)) if records else nullcontext():
+            with nullcontext() if self.writes is False else self.start.watch(tensors_of(self.layout.batch)):
                 done = accumulation.run(layouts, self.layout.count)
             self.writes = bool(self.start.memory)
         finally:
@@ -284,36 +291,9 @@ class Measurement:
         self._loss = 0.0 if done is None or done.loss.value is None else float(done.loss.value)
         return parameters
 
-    def _make_step(self, parts: Iterator[Sequence[int]]) -> Step:
-        """Return the user's step, with the same state at its start and the random numbers of its samples."""
-
-        def run(model: Any, batch: Any) -> Any:
-            if self.renews == "all":
-                self.start.restore()
-            if self.renews:
-                self._restore_outside()
-            rows = next(parts)
-            self.running = len(rows)
-            if self.random is not None:
-                self.random.begin(rows, self.layout.count)
-            returned = self.workload.step(model, batch)
-            if self.keeps_values:
-                self._note_count(returned, rows)
-            return returned
-
-        return run
-
     def _restore_outside(self) -> None:
         self.start.restore_outside()
         self._outside.restore()
-
-    def _note_count(self, returned: Any, rows: Sequence[int]) -> None:
-        """Note what one part counts for: what the step states, or ``weigh`` gives, or samples; 1 for a ``Part``."""
-        terms = read_terms(split_output(returned)[0])
-        self.states_counts = any(term.count is not None for term in terms)
-        weights = self.workload.weights_of(self.part(rows).batch, len(rows))
-        stated = terms[0].count
-        self._counts[str(rows)] = None if len(terms) > 1 else weights.get("") if stated is None else stated
 
     def _counts_any(self, part: Layout) -> bool:
         return any(weight > 0 for weight in self.workload.weights_of(part.batch, part.count).values())
@@ -355,8 +335,7 @@ class Measurement:
         if all(one is None or one.dtype == torch.float64 for one in self.whole()):
             length = math.hypot(*map(_length_of, self.workload.parameters())) or 1.0
             least = torch.finfo(torch.float64).eps * max(self.norm(), abs(self._whole_loss) / length)
-        noise = bound_noise(self._apart_at(_FACTOR), scales.sizes, least)
-        self._scales = Scales(scales.sizes, noise)
+        self._scales = scales.with_noise(self._apart_at(_FACTOR), least)
 
     def _apart_at(self, factor: float) -> list[float]:
         """Return how far the gradient at a multiple of the loss, divided by it, is from the whole."""
@@ -366,10 +345,10 @@ class Measurement:
                 tensor.div_(factor)
         return distances(found, self.whole())
 
-    def sample(self, found: Gradients) -> torch.Tensor:
-        """Return values of a gradient, on the scales of the whole one."""
-        self._measure_noise()
-        return sample_values(found, self.whole(), self.scales().divisors())
+
+def _move(parameter: torch.Tensor, gradient: torch.Tensor, size: float, length: float, part: float) -> None:
+    along = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
+    parameter.data.add_(along, alpha=-part * length / size)
 
 
 def _length_of(parameter: torch.Tensor) -> float:

@@ -11,7 +11,6 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -20,8 +19,7 @@ from autobatch.batch.samples import Layout
 from autobatch.errors import DoesNotFit
 from autobatch.exactness.determinism import deterministic, widened
 from autobatch.exactness.gradients import relate
-from autobatch.exactness.measurement import Measurement
-from autobatch.exactness.partitions import Parts, ranges_of
+from autobatch.exactness.measurement import Measurement, Parts, ranges_of
 from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
@@ -32,17 +30,11 @@ from autobatch.undo.training_state import TrainingState
 
 _log = logging.getLogger("autobatch")
 
+# Relative to the update of a parameter. An optimizer that reads ``.grad`` alone makes the same update bit for bit.
 _TOLERANCE = 1e-3
-"""Relative to the update of a parameter. An optimizer that reads ``.grad`` alone makes the same update bit for bit."""
-
-_REPEATS = 3.0
-"""The parts are blamed if they differ this many times more than the whole does when it runs again."""
-
-_VALUES = 4096
-"""Number of values of each parameter that are compared: they are held in host memory."""
-
-_RATE = 1e-3
-"""Learning rate of the compared step if a warmup begins at 0: nothing would move."""
+_REPEATS = 3.0  # the parts are blamed if they differ this many times more than the whole does when it runs again
+_VALUES = 4096  # number of values of each parameter that are compared: they are held in host memory
+_RATE = 1e-3  # learning rate of the compared step if a warmup begins at 0: nothing would move
 
 
 def check_update(verdict: Verdict, workload: Workload, layout: Layout, device: Device, state: TrainingState) -> Verdict:
@@ -58,15 +50,14 @@ def check_update(verdict: Verdict, workload: Workload, layout: Layout, device: D
     sizes: tuple[int, ...] = (1, verdict.samples - 1)
     if all(sizes[0] != parts[0] for parts in verdict.partitions):  # the model cannot run one sample
         sizes = verdict.partitions[0]
-    run = _Run(workload, layout.spread(verdict.samples), device, state)
     try:
-        error = run.compare(ranges_of(sizes))
+        error = _compare(workload, layout.spread(verdict.samples), device, state, ranges_of(sizes))
     except Exception as raised:  # noqa: BLE001 - trials have stepped it: the comparison fails, not the user's step
         reason = describe_error(raised, handled=handled)
         if not is_oom(raised, handled=handled) and not isinstance(raised, DoesNotFit):
             _log.info("the optimizer's update was not compared: %s", reason)
         error = 0.0
-    run.rewind()  # only now, after the ``except`` block, are the failed run's frames gone
+    _rewind(state, device)  # only now, after the ``except`` block, are the failed run's frames gone
     if error <= _TOLERANCE:
         return verdict
     cause = (
@@ -78,58 +69,47 @@ def check_update(verdict: Verdict, workload: Workload, layout: Layout, device: D
     return verdict.model_copy(update=found)
 
 
-@dataclass
-class _Run:
-    """Runs of one optimizer step on the same samples, each from the same state."""
+def _rewind(state: TrainingState, device: Device) -> None:
+    state.reset_optimizer()
+    state.rewind()
+    device.reclaim()
 
-    workload: Workload
-    layout: Layout
-    device: Device
-    state: TrainingState
-    _random: SampleNumbers = field(default_factory=SampleNumbers)
-    _gradients: list[torch.Tensor | None] = field(default_factory=list)
-    _before: list[torch.Tensor] = field(default_factory=list)
 
-    def rewind(self) -> None:
-        self.state.reset_optimizer()
-        self.state.rewind()
-        self.device.reclaim()
+@torch.enable_grad()
+def _compare(workload: Workload, layout: Layout, device: Device, state: TrainingState, parts: Parts) -> float:
+    """Return the error of the worst parameter's update; 0 if the update is another each time."""
+    whole, optimizer, random = ranges_of((layout.count,)), workload.optimizer, SampleNumbers()
+    gradients: list[torch.Tensor | None] = []
+    before: list[torch.Tensor] = []
 
-    def compare(self, parts: Parts) -> float:
-        """Return the error of the worst parameter's update; 0 if the update is another each time."""
-        whole = ranges_of((self.layout.count,))
-        once, divided = self._values_after(whole), self._values_after(parts)
-        error = max(map(_error_of, divided, once, self._before), default=0.0)
-        if error > _TOLERANCE:
-            again = self._values_after(whole)
-            if _distance(divided, once) <= _REPEATS * _distance(again, once):
-                _log.info("the optimizer's update was not compared: it is another each time")
-                return 0.0
-        return error
-
-    @torch.enable_grad()
-    def _values_after(self, parts: Parts) -> list[torch.Tensor]:
+    def values_after(parts: Parts) -> list[torch.Tensor]:
         """Return values of each parameter after one step on the samples in these parts."""
-        self.rewind()
-        workload, parameters = self.workload, self.workload.parameters()
+        _rewind(state, device)
+        parameters: Sequence[torch.Tensor] = workload.parameters()
         # Inside it the optimizer too draws the same numbers, whatever the passes drew.
-        with deterministic(workload.model, parameters, random=self._random):
-            self._before = _values_of(parameters)
-            Measurement(workload, self.device, widened(self.layout), self._random).accumulate(parts)
+        with deterministic(workload.model, parameters, random=random):
+            before[:] = _values_of(parameters)
+            Measurement(workload, device, widened(layout), random).accumulate(parts)
             parameters = workload.parameters()  # a forward pass may have made some
-            if not self._gradients:
-                self._gradients = [None if one.grad is None else one.grad.to("cpu", copy=True) for one in parameters]
+            if not gradients:
+                gradients.extend(None if one.grad is None else one.grad.to("cpu", copy=True) for one in parameters)
             # Gradients of whole and parts differ by rounding, which Adam makes large if a gradient is nearly 0.
-            for parameter, gradient in zip(parameters, self._gradients, strict=True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-            for group in workload.optimizer.param_groups:  # type: ignore[union-attr]
+            for group in optimizer.param_groups:  # type: ignore[union-attr]
                 if isinstance(group.get("lr"), float | int | torch.Tensor) and not group["lr"]:
                     group["lr"] = group["lr"] + _RATE
-            workload.optimizer.step()  # type: ignore[union-attr]
+            optimizer.step()  # type: ignore[union-attr]
             values = _values_of(parameters)
-            for parameter in parameters:  # before the block ends: there its dtype may be another than the parameter's
-                parameter.grad = None
+            workload.drop_gradients()  # before the block ends: their dtype may be another than the parameter's then
         return values
+
+    once, divided = values_after(whole), values_after(parts)
+    error = max(map(_error_of, divided, once, before), default=0.0)
+    if error > _TOLERANCE and _distance(divided, once) <= _REPEATS * _distance(values_after(whole), once):
+        _log.info("the optimizer's update was not compared: it is another each time")
+        return 0.0
+    return error
 
 
 @torch.no_grad()

@@ -1,49 +1,66 @@
-"""Checks whether splitting a step is exact, and if not, why: ``_check`` tells the story."""
+"""Checks whether splitting a step is exact, and if not, why: ``_check`` tells the story.
+
+1. A few samples run whole and in parts of every kind (``comparison``). The first difference decides.
+2. A step may depend on how many samples its micro-batch has. So the whole target, or as many of its samples as fit at
+   once, is compared with the division that the step will run.
+3. If padding is trimmed, a few samples run padded together and each trimmed and alone.
+4. ``fit`` also compares the update of an optimizer that is not torch's (``updates``).
+
+The model, the generators and everything else are restored bit for bit.
+"""
 
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from autobatch._bounds import LONGEST_LIST
+from autobatch._user_errors import contextmanager
 from autobatch.batch.example import find_example
 from autobatch.batch.lengths import ByLength, SamplesByLength, read_by_length
 from autobatch.batch.samples import Layout, check_values
 from autobatch.distributed.data_parallel import module_of
 from autobatch.exactness.comparison import SplitComparison, unchecked
-from autobatch.exactness.partitions import Planned, divisions_of
+from autobatch.exactness.measurement import Sizes
 from autobatch.exactness.updates import check_update
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
+from autobatch.planning.division import balance
 from autobatch.records import Verdict
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.undo.process_lock import one_at_a_time
 from autobatch.undo.training_state import TrainingState
 
-_MOST_SAMPLES = 16
-"""Enough to distinguish causes by parts of unlike sizes; few enough to run each sample alone."""
-
-_MOST_OF_A_READING = 5
-"""Enough that no two parts of a division are of one size."""
-
+_FEW = 16  # samples that are compared first: enough to distinguish causes, and few enough to run each alone
+_FEW_WITHOUT_CAUSES = 5  # the same if no cause is asked for: enough that no two parts of a division are of one size
+# Most samples of a user's batch that are compared at once: two training steps of more take longer than expected.
 _MOST_AT_ONCE = 4096
-"""Most samples of a user's batch that are compared at once: two training steps of more take longer than expected."""
-
-_MOST_TRIMMED = 8
-"""Most samples that run alone to see what trimming does, from the longest to the shortest."""
-
+_MOST_TRIMMED = 8  # most samples that run alone to see what trimming does, from the longest to the shortest
+# A part of so many samples is not halved again: the comparison of a few samples has looked at smaller ones.
+_SMALLEST_HALVED = 16
 _TRIMMING = (
     "trimming padding changes the gradient: the step looks at padding. A mean over all positions instead of those that "
     "count (ignore_index=, a mask, weigh=), a layer that mixes positions without a mask (attention, convolution, a "
     "recurrent layer that runs backwards, pooling), positions that are counted from the padded end, BatchNorm over "
     "positions, or noise that is drawn for each position: leave padding out of it, or plan without by_length()"
 )
+
+
+class Planned(NamedTuple):
+    """The division that a step will run."""
+
+    target: int
+    size: int  # of its micro-batches, which are known to fit
+    most: int  # samples that should fit at once; fewer are compared if they do not
+    smallest: int = 1  # samples that the model can run
 
 
 def verify(
@@ -80,51 +97,42 @@ def verify(
             Errors of the step itself reach the caller unchanged.
     """
     workload = Workload(module_of(model), step or default_step, weigh, called_by="autobatch.verify")
-    return _verify(workload, batch, cut, device)
+    verdict, memory = _verify(workload, batch, cut, device, explains=True)
+    memory.reclaim()  # for the user: a collection of garbage takes longer than the comparison of a small model
+    return verdict
 
 
 def compare_with_parts(
     model: nn.Module, batch: Any, step: Step, weigh: Weigh | None, *, device: torch.device | str | Device | None
 ) -> Verdict:
     """``verify`` without causes and on fewer samples, for an integration that compares several readings of a loss."""
-    return _verify(Workload(model, step, weigh), batch, None, device, explains=False)
+    return _verify(Workload(model, step, weigh), batch, None, device, explains=False)[0]
+
+
+def _verify(
+    workload: Workload, batch: Any, cut: ByLength | None, device: Any, *, explains: bool
+) -> tuple[Verdict, Device]:
+    memory, given = find_device(workload.parameters(), type(workload.model).__name__, device), read_by_length(cut)
+    has_own_step = workload.step is not default_step
+    example = find_example(workload.model, batch, _MOST_AT_ONCE, given, has_own_step=has_own_step)
+    layout = example.with_smallest or example.layout
+    check_values(layout.batch)
+    samples = None if given is None else SamplesByLength.read(layout, given)
+    at_once = min(layout.count, _MOST_AT_ONCE)
+    with _undone(workload, memory):
+        comparison = SplitComparison(workload, layout, memory, explains=explains)
+        return _check(comparison, Planned(layout.count, at_once, at_once), samples, given), memory
 
 
 def verify_in_training(workload: Workload, batch: Any, *, device: Device, budget_bytes: int, most: int) -> Verdict:
     """``verify`` between steps: inside a budget, on at most so many samples at once. The step is known to run."""
     layout = find_example(workload.model, batch, _MOST_AT_ONCE, None, has_own_step=True).layout
-    comparison = SplitComparison(workload, layout, device, after_trials=True)
-    host_bytes = read_host_memory().available_bytes // 2
-    with (
-        one_at_a_time(),
-        TrainingState(workload.model, None, device.torch_device, host_bytes=host_bytes, outside=workload.outside()),
-    ):
+    with _undone(workload, device):
         device.watch([*workload.resident_tensors(), *layout.tensors()])
-        few = min(max(2, most), _MOST_SAMPLES)
         with device.limit(budget_bytes):
-            verdict = _check(comparison, few, Planned(layout.count, most, most), None, None)
+            comparison = SplitComparison(workload, layout, device, after_trials=True)
+            verdict = _check(comparison, Planned(layout.count, most, most))
     device.reclaim()
-    return verdict
-
-
-def _verify(workload: Workload, batch: Any, cut: ByLength | None, device: Any, *, explains: bool = True) -> Verdict:
-    model = workload.model
-    memory = find_device(workload.parameters(), type(model).__name__, device)
-    given = read_by_length(cut)
-    example = find_example(model, batch, _MOST_AT_ONCE, given, has_own_step=workload.step is not default_step)
-    layout = example.with_smallest or example.layout
-    check_values(layout.batch)
-    samples = None if given is None else SamplesByLength.read(layout, given)
-    comparison = SplitComparison(workload, layout, memory, explains=explains)
-    at_once, host_bytes = min(layout.count, _MOST_AT_ONCE), read_host_memory().available_bytes // 2
-    planned = Planned(layout.count, at_once, at_once)
-    with (
-        one_at_a_time(),
-        TrainingState(model, None, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()),
-    ):
-        verdict = _check(comparison, _MOST_SAMPLES if explains else _MOST_OF_A_READING, planned, samples, given)
-    if explains:  # for the user: a collection of garbage takes longer than the comparison of a small model
-        memory.reclaim()
     return verdict
 
 
@@ -151,27 +159,36 @@ def check_split(
         samples: The same samples by length, if steps take them in that order.
         lengths: The lengths of samples, if padding is trimmed.
     """
-    few = min(max(2, planned.size), _MOST_SAMPLES)
     comparison = SplitComparison(workload, layout, device, after_trials=True)
-    verdict = _check(comparison, few, planned, samples, lengths)
+    verdict = _check(comparison, planned, samples, lengths)
     return check_update(verdict, workload, layout, device, state) if verdict.exact else verdict
+
+
+@contextmanager
+def _undone(workload: Workload, device: Device) -> Iterator[None]:
+    """Restore everything that the runs in this block have changed."""
+    host_bytes, outside = read_host_memory().available_bytes // 2, workload.outside()
+    with (
+        one_at_a_time(),
+        TrainingState(workload.model, None, device.torch_device, host_bytes=host_bytes, outside=outside),
+    ):
+        yield
 
 
 def _check(
     comparison: SplitComparison,
-    most: int,
     planned: Planned,
-    samples: SamplesByLength | None,
-    lengths: ByLength | None,
+    samples: SamplesByLength | None = None,
+    lengths: ByLength | None = None,
 ) -> Verdict:
     """Compare a few samples, then many, then trimmed ones; the first difference decides."""
     device, started = comparison.device, time.perf_counter()
     # 1. A few samples, whole and in parts of every kind. If they differ, causes are looked for.
-    verdict = compare_few(comparison, most)
-    # 2. A step may depend on how many samples its micro-batch has. So the whole target is compared too, or as many of
-    #    its samples as fit at once, in the plan's division. A fit has set the limit of memory already.
+    few = _FEW if comparison.explains else _FEW_WITHOUT_CAUSES
+    verdict = compare_few(comparison, min(max(2, planned.size), few))
+    # 2. As many samples as fit at once, in the division that the step will run. A fit has set the limit of memory.
     if verdict.exact:
-        limit: AbstractContextManager[None] = nullcontext()
+        limit: Any = nullcontext()
         if not comparison.after_trials and min(planned.target, planned.most) > verdict.samples:
             device.watch(comparison.workload.resident_tensors())
             limit = device.limit(find_allowance(device, None, None).limit_bytes)
@@ -185,8 +202,7 @@ def _check(
 
 def compare_few(comparison: SplitComparison, most: int) -> Verdict:
     """Return the verdict of at most so many samples; of fewer if memory runs out."""
-    for parameter in comparison.workload.parameters():
-        parameter.grad = None
+    comparison.workload.drop_gradients()
     samples, reason = min(comparison.layout.count, most), "the batch has one sample, and one cannot be split"
     while samples >= 2:
         verdict, shortage = comparison.attempt(samples)
@@ -217,15 +233,50 @@ def compare_many(
     return verdict.model_copy(update={"not_compared": at_most if compared < planned.target else ""})
 
 
+def divisions_of(planned: Planned, compared: int) -> Iterator[Sizes]:
+    """Yield the partitions to compare at full size: the best choice first, then what to try if memory runs out.
+
+    The plan's own of the whole target; planned micro-batches if at least two fit at once; else what retries would run.
+    """
+    target, size, most, smallest = planned
+    wholes, fewer = [min(target, most)], min(size, target)
+    while fewer > compared:
+        wholes.append(fewer)
+        fewer //= 2
+    for whole in dict.fromkeys(whole for whole in wholes if whole > compared):
+        if whole == target > size:
+            yield balance(target, size, smallest)[:LONGEST_LIST]  # more than a verdict can list
+        elif whole >= 2 * size:
+            yield (size,) * min(whole // size, LONGEST_LIST)
+        elif sizes := halvings(whole, smallest):
+            yield sizes
+
+
+def halvings(samples: int, smallest: int) -> Sizes:
+    """Return a half, a quarter, an eighth and so on, to see a dependence on any size; empty without two parts."""
+    rest, sizes = samples, list[int]()
+    while rest >= 2 * smallest and (rest > _SMALLEST_HALVED or not sizes):
+        sizes.append(rest - rest // 2)
+        rest //= 2
+    return (*sizes, rest) if sizes else ()
+
+
 def _compare_trimmed(
     comparison: SplitComparison, verdict: Verdict, samples: SamplesByLength, lengths: ByLength
 ) -> Verdict:
     """Return the verdict of a split that is exact, or that trimming makes inexact."""
     workload, layout = comparison.workload, samples.example
-    found, reason, count = None, "", min(layout.count, _MOST_TRIMMED)
+    weigh, found, reason, count = workload.weigh, None, "", min(layout.count, _MOST_TRIMMED)
+
+    def trim(batch: Any) -> Any:
+        return samples.trim(batch, cut=lengths, whole=count)
+
+    trimming = workload.around(
+        lambda model, batch: workload.step(model, trim(batch)),
+        weigh=None if weigh is None else lambda batch: weigh(trim(batch)),
+    )
+    trimmed = SplitComparison(trimming, layout, comparison.device, True, explains=False, order=samples.order)
     while found is None and count >= 2:  # the longest sample, and a shorter one
-        trimming = _trim_parts(workload, samples, lengths, count)
-        trimmed = SplitComparison(trimming, layout, comparison.device, True, explains=False, order=samples.order)
         found, reason = trimmed.attempt(count, ((1,) * count,))
         comparison.device.reclaim()
         count //= 2
@@ -235,16 +286,3 @@ def _compare_trimmed(
     if not found.exact:
         return found.model_copy(update={"causes": (_TRIMMING,)})
     return verdict.model_copy(update={"relative_error": max(verdict.relative_error, found.relative_error)})
-
-
-def _trim_parts(workload: Workload, samples: SamplesByLength, lengths: ByLength, whole: int) -> Workload:
-    """Return the same step and weights on batches of which each part is trimmed."""
-    weigh = workload.weigh
-
-    def trim(batch: Any) -> Any:
-        return samples.trim(batch, cut=lengths, whole=whole)
-
-    def step(model: nn.Module, batch: Any) -> Any:
-        return workload.step(model, trim(batch))
-
-    return workload.around(step, weigh=None if weigh is None else lambda batch: weigh(trim(batch)))

@@ -24,8 +24,7 @@ from autobatch.distributed.share_sampler import ShareSampler
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import PlanMade, emit
 from autobatch.events.progress import showing_progress
-from autobatch.exactness.partitions import Planned
-from autobatch.exactness.verification import check_split
+from autobatch.exactness.verification import Planned, check_split
 from autobatch.fitting.make_plan import Checked, Found, Request, make_plan
 from autobatch.fitting.options import check_choices, check_sizes, check_switches
 from autobatch.fitting.search import search, settle

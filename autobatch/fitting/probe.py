@@ -34,6 +34,7 @@ from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState
 from autobatch.training.update import count_state, is_making_state, make_state
+from autobatch.training.weights import check_names
 from autobatch.undo.training_state import TrainingState
 from autobatch.undo.written_memory import WrittenMemory
 
@@ -248,12 +249,14 @@ class Probe:
         def run(model: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
             nonlocal passes_left
             self._now.phase = "forward"
-            output = read_output(self.workload.step(model, samples))  # not call_step, which runs this function
+            terms, aux = read_output(self.workload.step(model, samples))  # not call_step, which runs this function
+            if not self._leaves_are_known:
+                check_names(terms, self.workload.weights_of(self.example.batch, self.example.count))
             if not self._is_warm:
                 self._now.after_forward = self.device.usage().allocated
             self._now.phase, passes_left = "backward", passes_left - 1
-            first, *others = [term.loss for term in output.terms]
-            return sum(others, start=first), output.aux
+            first, *others = [term.loss for term in terms]
+            return sum(others, start=first), aux
 
         accumulation = Accumulation(
             # By samples: a trial has to run a micro-batch of the example even if its labels are all ignored.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,14 +17,14 @@ from autobatch._arguments import check_count, check_switch
 from autobatch._formatting import format_bytes, name_type, show_value
 from autobatch._user_errors import contextmanager
 from autobatch.batch.lengths import ByLength
-from autobatch.batch.samples import describe, refuse_meta
-from autobatch.batch.tree import count_bytes
+from autobatch.batch.samples import Layout, describe, refuse_meta
+from autobatch.batch.tree import count_bytes, leaves_of
 from autobatch.distributed.ranks import world_size
 from autobatch.distributed.sharded.model import is_sharded
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import Event, PieceRetried
 from autobatch.inference.piece import Done, PieceRunner
-from autobatch.inference.results import Joined, rows_of
+from autobatch.inference.results import Joined, count_entries, describe_entries, rows_of
 from autobatch.inference.samples import (
     BatchSamples,
     Collate,
@@ -106,7 +106,7 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     check_switch("progress", progress)
     _check_functions(fn, batch, collate, on_result)
     modules = _find_runnable(fn)
-    first = None if are_samples(batch) else describe(batch)
+    first = None if are_samples(batch) else _describe(batch)
     lengths = read_lengths(cut, count_samples(batch) if first is None else first.count)
     memory = _find_device(device, modules, [] if first is None else first.tensors())
     memory.watch(tensor for module in modules for tensor in _tensors_of(module))
@@ -239,6 +239,19 @@ def _check_functions(fn: Any, batch: Any, collate: Any, on_result: Any) -> None:
         raise InvalidArgument(f"fn={name_type(fn)} has no weights yet: pass an instance of it")
     if collate is not None and (isinstance(batch, DataLoader) or not are_samples(batch)):
         raise InvalidArgument(f"collate= is for samples, and {name_type(batch)} has batches: leave it out")
+
+
+def _describe(batch: Any) -> Layout:
+    """Take one batch apart; refuse one without samples by what was passed."""
+    empty = [describe_entries(leaf) for leaf in leaves_of(batch) if count_entries(leaf) == 0]
+    if not empty and isinstance(batch, Mapping | tuple) and not batch:
+        empty = [f"an empty {type(batch).__name__}"]
+    if empty:
+        raise InvalidArgument(
+            f"map() got a batch without samples, {empty[0]}: pass at least one, or a list of samples, of which none "
+            f"gives no result"
+        )
+    return describe(batch)
 
 
 def _find_runnable(fn: Any) -> Sequence[nn.Module]:

@@ -25,10 +25,10 @@ _ROOT = "the result"
 def check_result(result: Any, samples: int) -> None:
     """Raise InvalidArgument, with the path and what is there, if a part has not one entry a sample."""
     for path, leaf in _leaves(result).items():
-        if leaf is not None and _count(leaf) != samples:
+        if leaf is not None and count_entries(leaf) != samples:
             raise InvalidArgument(
-                f"fn returned {_describe(leaf)} as {path} for {plural(samples, 'sample')}; it must return one entry a "
-                f"sample: tensors with as many rows, or a list as long; several of these in a tuple or a dict"
+                f"fn returned {describe_entries(leaf)} as {path} for {plural(samples, 'sample')}; it must return one "
+                f"entry a sample: tensors with as many rows, or a list as long; several of these in a tuple or a dict"
             )
 
 
@@ -143,7 +143,7 @@ def _form_without_rows(leaf: Any) -> str:
     return "quantized" if leaf.is_quantized else ""
 
 
-def _count(leaf: Any) -> int | None:
+def count_entries(leaf: Any) -> int | None:
     if isinstance(leaf, torch.Tensor):
         return int(leaf.size(0)) if leaf.ndim else None  # not ``shape``: a nested tensor may have none
     if is_array(leaf):
@@ -151,7 +151,7 @@ def _count(leaf: Any) -> int | None:
     return len(leaf) if isinstance(leaf, list) else None
 
 
-def _describe(leaf: Any) -> str:
+def describe_entries(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor) and leaf.is_nested:
         return f"a nested {type(leaf).__name__} of {plural(leaf.size(0), 'row')}"
     if isinstance(leaf, torch.Tensor) or is_array(leaf):

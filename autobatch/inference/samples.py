@@ -28,9 +28,8 @@ from autobatch.memory.device import Device
 
 Collate = Callable[[list[Any]], Any]
 Indices = range | list[int]
+# A function of a sample that gives an int, or of a batch that gives one int a sample; or one int a sample.
 Lengths = LengthOf | Sequence[int]
-"""A function of a sample that gives an int, or of a batch that gives one int a sample; or one int a sample."""
-
 _WINDOW = 256  # samples of a stream that are sorted by length at once, at least
 _PIECES_IN_WINDOW = 16  # and as many as this many pieces have: each is then of like lengths
 _END = object()  # of the samples; StopIteration of the user's length_of() is an error

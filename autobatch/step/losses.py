@@ -13,9 +13,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.undo.gradients import NARROW
 
 Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
-_LARGEST_COUNT = 1e100
-"""Largest count of a micro-batch, so that no sum of counts is infinite."""
-
+_LARGEST_COUNT = 1e100  # largest count of a micro-batch, so that no sum of counts is infinite
 _Kind = Literal["mean", "sum", "per step"]
 
 

@@ -132,8 +132,8 @@ def _is_checkpointed() -> bool:
 
 # -------------------------------------------------------------------------------------------- BatchNorm
 
+# How ``torch.nn.functional.batch_norm`` and ``group_norm`` refuse one value to normalise (``_verify_batch_size``).
 _ONE_VALUE = "Expected more than 1 value per channel when training"
-"""How ``torch.nn.functional.batch_norm`` and ``group_norm`` refuse one value to normalise (``_verify_batch_size``)."""
 
 
 def batch_norms_in_train_mode(model: nn.Module) -> list[str]:

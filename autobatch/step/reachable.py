@@ -21,12 +21,8 @@ from torch import nn
 
 from autobatch._wrappers import own_attributes
 
-_MOST_REACHED = 2_000
-"""Most objects to look at from one step; a dataset in a list may be among them."""
-
-MOST_OBJECTS = 10_000
-"""Most objects to look at for modules alone, which copies none: some 20 ms."""
-
+_MOST_REACHED = 2_000  # most objects to look at from one step; a dataset in a list may be among them
+MOST_OBJECTS = 10_000  # most objects to look at for modules alone, which copies none: some 20 ms
 _AT_ONCE = 100  # entries of one object; further ones come after all others, since a dataset is longer than all else
 
 _LIBRARIES = ("torch", "functools", "contextlib")  # whose globals lead to nothing of the user's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,13 +23,6 @@ from autobatch.step.reachable import find_outside
 from autobatch.torch_internals.storages import bytes_of, is_uninitialized
 
 Step = Callable[[nn.Module, Any], Any]
-
-
-class StepOutput(NamedTuple):
-    """The losses of one micro-batch, and the user's values beside them."""
-
-    terms: tuple[Term, ...]
-    aux: Any = None
 
 
 @dataclass(frozen=True)
@@ -67,9 +60,8 @@ class Workload:
         """Refuse hooks on gradients of parameters, except those with a known key (``find_hooks``)."""
         names = {id(parameter): f"parameter {name}" for name, parameter in self.model.named_parameters()}
         for parameter in self.parameters():
-            if not parameter.requires_grad:  # no gradient reaches its hooks
-                continue
-            if not is_uninitialized(parameter):  # of a lazy module: it gets its shape in the first forward pass
+            # No gradient reaches hooks of a frozen one; that of a lazy module gets its shape in the first forward pass.
+            if parameter.requires_grad and not is_uninitialized(parameter):
                 of_optimizer = f"the optimizer's parameter of shape {tuple(parameter.shape)}"
                 refuse_hooks(names.get(id(parameter), of_optimizer), parameter, known)
 
@@ -98,7 +90,6 @@ class Workload:
         return [one for one in owned if one is not None] + self._held_by_optimizer()
 
     def drop_gradients(self) -> None:
-        """Set every ``.grad`` to ``None``, also of parameters that a forward pass has made."""
         for parameter in self._find_parameters():
             parameter.grad = None
 
@@ -128,7 +119,6 @@ class Workload:
         return find_outside(self.step, self.model)
 
     def state_bytes(self) -> int:
-        """Return the bytes of the optimizer's present state; 0 before its first step."""
         return sum(bytes_of(tensor) for tensor in self._state_tensors())
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
@@ -141,7 +131,7 @@ class Workload:
             return {"": float(samples)}
         return read_weights(call_read_only("weigh", self.weigh, micro_batch, called_by=self.called_by), samples)
 
-    def run(self, micro_batch: Any) -> StepOutput:
+    def run(self, micro_batch: Any) -> tuple[tuple[Term, ...], Any]:
         """Call the user's step and read its losses; raise InvalidArgument if they have no gradient."""
         return read_output(self.call_step(micro_batch))
 
@@ -165,10 +155,10 @@ class Workload:
         check_leaves(loss, [*self.parameters(), *stand_ins])
 
 
-def read_output(returned: Any) -> StepOutput:
+def read_output(returned: Any) -> tuple[tuple[Term, ...], Any]:
     """Read the losses of a step and the values beside them; raise InvalidArgument if they have no gradient."""
     loss, aux = split_output(returned)
-    return StepOutput(read_terms(loss), aux)
+    return read_terms(loss), aux
 
 
 def split_output(returned: Any) -> tuple[Any, Any]:
@@ -199,10 +189,8 @@ def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None
 
 
 def warn_of_no_optimizer(workload: Workload) -> tuple[str, ...]:
-    """Return a warning if no optimizer was given, so that its memory is not counted."""
-    missing = (
-        "no optimizer= was given: its state and its step are not counted; AdamW holds two more copies of the parameters"
-    )
+    copies = "AdamW holds two more copies of the parameters"
+    missing = f"no optimizer= was given: its state and its step are not counted; {copies}"
     return (missing,) if workload.optimizer is None else ()
 
 
@@ -230,9 +218,8 @@ def check_weigh(weigh: Any | None) -> None:
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    members = members_of(optimizer)
     owners: dict[int, int] = {}
-    for index, member in enumerate(members):
+    for index, member in enumerate(members_of(optimizer)):
         _check_one_optimizer(member)
         for parameter in [one for group in member.param_groups for one in group["params"]]:
             if owners.setdefault(id(parameter), index) != index:

@@ -162,8 +162,7 @@ class StepLoss:
             for term in terms:
                 _check_count(term, weights[""])
             return self._divide_by_unit(micro_batch.size, terms, weights[""])
-        if "" not in weights:
-            _check_names(terms, weights)
+        check_names(terms, weights)
         parts = [part for term in terms if (part := self._divide_by_total(term, weights)) is not None]
         return (functools.reduce(torch.add, parts), 1.0, 0.0, None) if parts else None
 
@@ -220,7 +219,10 @@ def _find_common_count(terms: Sequence[Term], samples: int) -> float:
     return first
 
 
-def _check_names(terms: Sequence[Term], weights: Mapping[str, float]) -> None:
+def check_names(terms: Sequence[Term], weights: Mapping[str, float]) -> None:
+    """Refuse counts by term that name other terms than the step returns."""
+    if "" in weights:  # one count for all terms
+        return
     named = {term.name for term in terms if term.has_count}
     missing = [name for name, weight in weights.items() if weight > 0 and name not in named]
     unknown = named - weights.keys()

@@ -11,7 +11,7 @@ from torch import nn
 from workloads import Everything, Plain, bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import InexactSplit
+from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.testing import FakeDevice, oom_at
 
 
@@ -118,6 +118,24 @@ def test_what_could_not_be_checked_is_refused_where_exactness_is_asked_for(case)
         "nothing counts": (make_batch(16), 0, "count for nothing"),
     }[case]
     fit_unchecked(reason, RIGHT["plain"][0], lambda model, part: mean_step(model, part) * factor, None, batch)
+
+
+@pytest.mark.parametrize("check", ["warn", "raise", None])
+@pytest.mark.parametrize("names", [("a", "c"), ("a",), ("a", "b", "c")], ids=" ".join)
+def test_counts_of_terms_that_the_step_does_not_return_are_refused(names, check):
+    """No training step could run with them, so neither a plan nor a verdict is made."""
+    given = {
+        "step": lambda model, batch: {"a": mean_step(model, batch), "b": model(batch[0]).square().mean()},
+        "weigh": lambda batch: dict.fromkeys(names, len(batch[0])),
+    }
+    model, batch = Plain(torch.float32), make_batch(16)
+    for ask in (
+        lambda: autobatch.fit(model, 64, batch=batch, max_micro_batch=16, check=check, **given),
+        lambda: autobatch.verify(model, batch, **given),
+    ):
+        with pytest.raises(InvalidArgument, match=r"weigh\(\) gives counts for the terms \['a'") as caught:
+            ask()
+        assert "\n" not in str(caught.value)
 
 
 def test_the_check_is_part_of_the_plans_seconds():

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.batch.samples import describe
+from autobatch.exactness.comparison import partitions_of
 from autobatch.exactness.gradients import TOLERANCE, Scales, distances, norms
 from autobatch.exactness.loss_weights import units_of
-from autobatch.exactness.partitions import partitions_of
 
 
 @given(st.integers(1, 64), st.integers(1, 2))

@@ -26,8 +26,7 @@ import autobatch
 from autobatch.batch.samples import describe
 from autobatch.errors import InexactSplit
 from autobatch.exactness.comparison import SplitComparison
-from autobatch.exactness.partitions import Planned, divisions_of, halvings
-from autobatch.exactness.verification import compare_few, compare_many, verify
+from autobatch.exactness.verification import Planned, compare_few, compare_many, divisions_of, halvings, verify
 from autobatch.memory.cpu import CpuDevice
 from autobatch.planning.division import balance
 from autobatch.step.workload import Workload

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import autobatch
 from autobatch import by_length
+from autobatch.errors import InvalidArgument
 from autobatch.inference import mapping
 from autobatch.testing import FakeDevice
 
@@ -191,6 +192,26 @@ def test_nothing_gives_nothing(empty):
     if empty is Stream:
         empty = TensorDataset(INPUTS[:0])
     assert list(run(lambda piece: pytest.fail("called"), empty)) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        (INPUTS[:0], "a Tensor of shape (0, 3)"),
+        ({"x": INPUTS[:0], "y": INPUTS[:0, 0]}, "a Tensor of shape (0, 3)"),
+        (INPUTS[:0].numpy(), "a ndarray of shape (0, 3)"),
+        ({}, "an empty dict"),
+        ((), "an empty tuple"),
+    ],
+    ids=["tensor", "dict", "array", "empty dict", "empty tuple"],
+)
+def test_a_batch_without_samples_is_refused_by_what_was_passed(batch, named):
+    """Its result has no shape that anybody knows; the function is not called."""
+    with pytest.raises(InvalidArgument) as caught:
+        run(lambda piece: pytest.fail("called"), batch)
+    assert str(caught.value).startswith("map() got a batch without samples")
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_only_what_is_needed_is_read():

@@ -33,7 +33,8 @@ class Pair(NamedTuple):
 def run(returned):
     """What a workload makes of a step that returns ``returned(loss)``."""
     model = Plain()
-    return Workload(model, lambda m, b: returned(mean_step(m, b))).run(make_batch(4, torch.float64))
+    workload = Workload(model, lambda m, b: returned(mean_step(m, b)))
+    return workload.run(make_batch(4, torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -50,10 +51,10 @@ def run(returned):
 )
 def test_a_scalar_loss_is_taken_with_its_graph(returned):
     """Of any shape with one element, alone or as the first of two, of any float type and value."""
-    output = run(returned)
-    assert output.terms[0].loss.shape == ()
-    assert output.terms[0].loss.requires_grad
-    assert output.aux is None
+    terms, aux = run(returned)
+    assert terms[0].loss.shape == ()
+    assert terms[0].loss.requires_grad
+    assert aux is None
 
 
 @pytest.mark.parametrize(
@@ -85,12 +86,14 @@ def test_what_no_gradient_can_come_from_is_refused(returned, message):
 
 def test_aux_of_any_nest_is_detached():
     """Tensors leave their graph, everything else and the containers stay as they are."""
-    output = run(lambda loss: (loss, {"loss": loss, "nested": [(loss * 2,), {"deep": loss}], "name": "x", "count": 3}))
-    assert output.aux["name"] == "x"
-    assert output.aux["count"] == 3
-    tensors = [output.aux["loss"], output.aux["nested"][0][0], output.aux["nested"][1]["deep"]]
+    terms, aux = run(
+        lambda loss: (loss, {"loss": loss, "nested": [(loss * 2,), {"deep": loss}], "name": "x", "count": 3})
+    )
+    assert aux["name"] == "x"
+    assert aux["count"] == 3
+    tensors = [aux["loss"], aux["nested"][0][0], aux["nested"][1]["deep"]]
     assert not any(tensor.requires_grad for tensor in tensors)
-    assert torch.equal(tensors[1], output.terms[0].loss.detach() * 2)
+    assert torch.equal(tensors[1], terms[0].loss.detach() * 2)
 
 
 def test_the_step_is_called_with_model_and_batch():
@@ -102,7 +105,7 @@ def test_the_step_is_called_with_model_and_batch():
         raise error
 
     with pytest.raises(ValueError, match="mine") as caught:
-        Workload(model, step).run("batch")
+        Workload(model, step).call_step("batch")
     assert caught.value is error
 
 

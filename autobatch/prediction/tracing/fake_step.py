@@ -108,13 +108,13 @@ class DryRun:
                 gradients = GradientWatch(self._parameters, self._sums)
                 placed = map_tensors(batch, self._place)  # held to the end of the backward pass, as in training
                 versions = [tensor._version for tensor in tensors_of(placed)]
-                output = self._workload.run(with_fresh_containers(placed))
+                terms, aux = self._workload.run(with_fresh_containers(placed))
                 if is_placed and [tensor._version for tensor in tensors_of(placed)] != versions:
                     raise InvalidArgument(WROTE_INTO_BATCH)
                 gradients.refuse_change()
-                loss, factor = self._divide(output.terms)
+                loss, factor = self._divide(terms)
                 check_leaves(loss, self._leaves)
-            for tensor in tensors_of(output.aux):
+            for tensor in tensors_of(aux):
                 self.recorder.label_new(tensor, "aux", first)
             with original_errors():
                 if self._scale is not None:
@@ -126,7 +126,7 @@ class DryRun:
             else:
                 outputs.append(loss.detach() * factor)
                 self.recorder.label(outputs[0], "activation")
-            outputs.append(output.aux)
+            outputs.append(aux)
         gc.collect()
         self._label_gradients()
 
