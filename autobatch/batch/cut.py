@@ -52,7 +52,6 @@ class MicroBatch(NamedTuple):
     counts: bool = True  # whether any term is a mean over something in it
 
     def samples(self) -> Any:
-        """Return its samples where they are, in new containers."""
         return self.batch.rebuild(self.batch.select(self.rows, self.trim))
 
     def take(self, move: Callable[[torch.Tensor], torch.Tensor], home: torch.device) -> Any:
@@ -159,7 +158,6 @@ class _Joined(Layout):
         self._batches = batches
 
     def select(self, rows: Rows, trim: Trim | None = None) -> list[Any]:
-        """List the leaves with these neighbouring rows: views where they are of one batch, else new tensors."""
         found, begin = [], 0
         for batch in self._batches:
             low, high = max(rows[0] - begin, 0), min(rows[-1] + 1 - begin, batch.count)
@@ -199,7 +197,6 @@ def _holds_no_more(node: Any) -> bool:
 
 
 def _are_alike(mine: Leaf, its: Leaf) -> bool:
-    """Return whether two leaves can be joined, or are the same for all samples."""
     one, other = mine.value, its.value
     is_like = (mine.path, mine.kind, type(one)) == (its.path, its.kind, type(other))
     if not is_like or find_type(one) is not None or mine.kind == "unclear":

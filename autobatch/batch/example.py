@@ -83,7 +83,6 @@ def is_source(batch: Any) -> bool:
 
 
 def count_dataset(batch: Any) -> int:
-    """Count the samples of a dataset, also in a loader; 0 for a stream and for a batch."""
     dataset = getattr(batch, "dataset", None) if isinstance(batch, DataLoader) else batch
     if is_source(batch) and not isinstance(dataset, IterableDataset):
         with suppress(Exception):  # of the user's __len__
@@ -189,7 +188,6 @@ class _Source:
         return [entry for _, entry in largest], smallest, seen
 
     def describe(self, entries: Sequence[Any]) -> Layout:
-        """Describe the batch of these samples, with its lists read by their known number where that is possible."""
         if self.gives_batches:
             return describe(self.collate(entries[0]))
         # Made of one sample and of several: a list whose length does not follow their number holds fields.
@@ -202,7 +200,6 @@ class _Source:
         return describe(batch, dict(sorted(read, key=lambda reading: _OUTWEIGHS.index(reading[1]))))
 
     def _measure(self, entry: Any) -> tuple[int, float, int]:
-        """Return the size of an entry: length, if it is known; elements (a sample, if it is a batch); characters."""
         batch = self.collate(entry if self.gives_batches else [entry])
         samples = describe(batch).count if self.gives_batches else 1
         length = 0 if self.lengths is None else max(self.lengths.read(batch, samples))
@@ -302,7 +299,6 @@ def _takes_input(layer: nn.Module) -> bool:
 
 
 def _tokens(model: nn.Module, name: str, layer: nn.Embedding) -> torch.Tensor:
-    """Return token numbers of the greatest length, each in the vocabulary."""
     config = getattr(model, "config", None)
     if _lookup(config, "is_encoder_decoder"):
         both = '{"input_ids": tokens, "labels": labels}'

@@ -114,7 +114,6 @@ class PlannedLengths:
         return groups
 
     def sort(self, layout: Layout, values: Sequence[int]) -> Group:
-        """Make a batch a group, equal lengths in the order they came in; raises as ``padded_length``."""
         if layout.count > 1:
             layout.take(range(1))  # raises where a list can be read in two ways
         padded, rows = padded_length(layout, self.padding, values), sort_rows(values)
@@ -123,7 +122,6 @@ class PlannedLengths:
         return Group(layout, rows, Lengths(ordered, trims, self.sizes, self.cut.read))
 
     def _trim(self, length: int, padded: int) -> Trim | None:
-        """Return what is left of a micro-batch whose longest sample has this length; ``None`` for all of it."""
         if self.trims_to_edges:
             length = min((size.length for size in self.sizes if size.length >= length), default=length)
         return Trim(self.padding, length) if self.padding.dims and length < padded else None
@@ -214,7 +212,6 @@ def read_answer(given: Any, count: int) -> list[int]:
 
 
 def _sized_parts(layout: Layout) -> dict[str, Any]:
-    """Return every tensor and array with one row a sample, by path; none inside lists with one entry a sample."""
     return {
         leaf.path: leaf.value
         for leaf in layout.leaves
@@ -223,7 +220,6 @@ def _sized_parts(layout: Layout) -> dict[str, Any]:
 
 
 def padded_length(layout: Layout, padding: Padding, values: Sequence[int]) -> int:
-    """Return the size of the padded dimensions of a batch; of samples in lists the longest."""
     if not padding.dims:
         return max(values)
     parts, found = _sized_parts(layout), dict[int, str]()
@@ -242,7 +238,6 @@ def padded_length(layout: Layout, padding: Padding, values: Sequence[int]) -> in
 
 
 def find_padding(layout: Layout, cut: ByLength, values: Sequence[int]) -> Padding:
-    """Find the padding of an example batch, as it was given or as its values show it."""
     parts = _sized_parts(layout)
     dims = _find_dims(layout, parts, values) if cut.dims is None else _check_dims(cut.dims, parts)
     if not dims:

@@ -36,7 +36,6 @@ class BatchType:
     map: Callable[[Any, OnTensor], Any]
 
     def count_samples(self, batch: Any) -> int:
-        """Call the user's ``count``; raises InvalidArgument unless it returns an int of at least 0."""
         returned = self.count(batch)
         if as_index(returned) < 0:
             raise InvalidArgument(
@@ -78,7 +77,6 @@ class BatchType:
             )
 
     def map_tensors(self, batch: Any, function: OnTensor) -> Any:
-        """Return the same batch with ``function(tensor)`` for each tensor; raise if ``map`` does otherwise."""
         changed: list[bool] = []
 
         def observe(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,7 +95,6 @@ class BatchType:
         return mapped
 
     def tensors(self, batch: Any) -> list[torch.Tensor]:
-        """List every tensor in it, in the order in which ``map`` comes to them."""
         found: list[torch.Tensor] = []
 
         def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,7 +149,6 @@ _class = type  # ``register`` has an argument of that name
 
 
 def find_type(node: Any) -> BatchType | None:
-    """Return the registration of the object's class, or of the nearest of its base classes."""
     if not _registered:  # asked for every node of every batch
         return None
     return next((_registered[base] for base in type(node).__mro__ if base in _registered), None)

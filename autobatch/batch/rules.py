@@ -191,7 +191,6 @@ def _tensors_held(node: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
 
 
 def _decide(entries: Sequence[Any], count: int) -> ListReading:
-    """Return how a list of entries of one kind is read beside so many samples."""
     if len(entries) != count:
         return "fields"
     rows = {*_rows_beneath(entries)}
@@ -217,7 +216,6 @@ def _judge(leaf: Leaf) -> ListReading | None:
 
 
 def _judge_tensors(entries: Sequence[Any], *, equal: bool, is_tuple: bool, may_be_arguments: bool) -> ListReading:
-    """Judge tensors, arrays or registered objects, all of one dtype and number of dimensions."""
     if is_tuple and may_be_arguments:
         return "fields"
     if not equal:
@@ -234,7 +232,6 @@ def _judge_tensors(entries: Sequence[Any], *, equal: bool, is_tuple: bool, may_b
 
 
 def _judge_containers(entries: Sequence[Any], *, equal: bool, is_tuple: bool, may_be_arguments: bool) -> ListReading:
-    """Judge lists or tuples, such as ``(image, label)``, or records."""
     are_sequences = all(is_sequence(entry) for entry in entries)
     if are_sequences and all(_are_images(entry) for entry in entries):
         return "fields"
@@ -304,7 +301,6 @@ def _refuse_to_guess(unclear: Sequence[Leaf]) -> None:
 
 
 def _rows_beneath(node: Any) -> Iterator[int]:
-    """Yield the rows of every tensor, array and registered object, as if all lists were fields."""
     rows = count_rows(node)
     if rows is not None:
         yield rows
@@ -371,10 +367,8 @@ def _are_images(entries: Sequence[Any]) -> bool:
 
 
 def _ndim(leaf: Any) -> int:
-    """Return the dimensions of a tensor or array, -1 of anything else, which is not asked."""
     return leaf.ndim if isinstance(leaf, torch.Tensor) or is_array(leaf) else -1
 
 
 def _is_dense(leaf: Any) -> bool:
-    """Return whether its shape has only numbers: a nested tensor's has symbols."""
     return is_array(leaf) or (isinstance(leaf, torch.Tensor) and not leaf.is_nested)

@@ -92,7 +92,6 @@ class Layout:
         return values
 
     def rebuild(self, values: Iterable[Any]) -> Any:
-        """Return a batch with these leaves, in new containers."""
         built: list[Any] = []
         leaves = iter(values)
         for container in self.containers:
@@ -106,7 +105,6 @@ class Layout:
         return built[0]
 
     def part(self, rows: Rows, trim: Trim | None = None) -> Layout:
-        """Return these samples as a batch of their own, whose lists are read as here."""
         return Layout(self.rebuild(self.select(rows, trim)), len(rows), self.lists)
 
     def take(self, rows: Sequence[int]) -> Any:
@@ -183,7 +181,6 @@ def _is_endless(part: Any) -> bool:
 
 
 def _select(leaf: Leaf, rows: Rows, trim: Trim | None = None) -> Any:
-    """Take rows of a leaf: a view where they are a range and nothing is trimmed."""
     path, value, kind = leaf
     if kind == "shared":
         return value
@@ -225,7 +222,6 @@ def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def dims_of(layout: Layout) -> dict[str, int]:
-    """Return the number of dimensions of each tensor of a batch, by path; tensors in lists of samples are left out."""
     return {leaf.path: leaf.value.ndim for leaf in layout.leaves if isinstance(leaf.value, torch.Tensor)}
 
 

@@ -47,12 +47,10 @@ def field_names(node: Any) -> list[str] | None:
 
 
 def is_record(entry: Any) -> bool:
-    """Return whether it is a container with named fields: a mapping, a dataclass, a namedtuple."""
     return find_type(entry) is None and (isinstance(entry, Mapping) or field_names(entry) is not None)
 
 
 def has_rows(leaf: Any) -> bool:
-    """Return whether it is a tensor or array with dimensions, or of a registered type."""
     return find_type(leaf) is not None or ((isinstance(leaf, torch.Tensor) or is_array(leaf)) and leaf.ndim > 0)
 
 
@@ -64,7 +62,6 @@ def count_rows(leaf: Any) -> int | None:
 
 
 def children_of(node: Any) -> list[Any] | None:
-    """Return what a container holds; ``None`` for a leaf."""
     if type(node) in (list, tuple):
         return list(node)
     if isinstance(node, torch.Tensor) or (type(node) is not dict and find_type(node) is not None):
@@ -92,14 +89,12 @@ def fields_of(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def name_key(key: Any) -> str:
-    """Return a key as part of a path."""
     if not isinstance(key, str):
         return f"[{key!r}]"
     return f'["{key}"]' if key.isidentifier() else f"[{json.dumps(key, ensure_ascii=False)}]"
 
 
 def leaves_of(node: Any) -> Iterator[Any]:
-    """Yield everything but containers, in order; for a registered type its tensors."""
     children = children_of(node)
     if children is None:
         registered = None if isinstance(node, torch.Tensor) else find_type(node)
@@ -110,12 +105,10 @@ def leaves_of(node: Any) -> Iterator[Any]:
 
 
 def holds_registered(node: Any) -> bool:
-    """Return whether it is of a registered type, or a container with such an object anywhere in it."""
     return find_type(node) is not None or any(holds_registered(child) for child in children_of(node) or ())
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor of the tree, in order, also scalars and those inside lists of samples."""
     return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
 
 
@@ -124,13 +117,11 @@ def count_elements(batch: Any) -> int:
 
 
 def count_bytes(batch: Any) -> int:
-    """Count the bytes of all tensors and NumPy arrays; those that share memory count each."""
     arrays = sum(int(leaf.nbytes) for leaf in leaves_of(batch) if is_array(leaf))
     return arrays + sum(map(bytes_of, tensors_of(batch)))
 
 
 def with_fields(node: Any, values: Sequence[Any]) -> Any:
-    """Return a new container like this one, with other values, in the order of ``children_of``."""
     if type(node) is dict:
         return dict(zip(node, values, strict=True))
     if is_sequence(node):
@@ -175,7 +166,6 @@ def _is_dict(node: Any) -> bool:
 
 
 def map_leaves(node: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the same tree in new containers with ``function(leaf)`` for each leaf."""
     children = children_of(node)
     return (
         function(node) if children is None else with_fields(node, [map_leaves(child, function) for child in children])

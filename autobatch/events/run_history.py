@@ -132,7 +132,6 @@ class Run(Record):
 
 
 def add_up(parts: Sequence[StepTotals]) -> dict[str, Any]:
-    """Return the fields of ``StepTotals`` for at least one of these together."""
     return {
         "samples": sum(part.samples for part in parts),
         "micro_batch_size": max(part.micro_batch_size for part in parts),

@@ -92,7 +92,6 @@ def _spell_code(function: Callable[..., Any] | None) -> str:
 
 
 def _spell_constant(value: Any) -> str:
-    """Return a constant of a function's code; functions inside it are such constants too."""
     if isinstance(value, CodeType):
         constants = [_spell_constant(constant) for constant in value.co_consts]
         return f"{value.co_name} {hashlib.sha256(value.co_code).hexdigest()} {value.co_names} {constants}"

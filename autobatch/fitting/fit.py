@@ -296,7 +296,6 @@ def warn_of_loader(given: Any, target: int, share: int, world_size: int) -> Iter
 
 
 def _count_samples(source: Any) -> int:
-    """Count the samples of one pass; 0 for a stream or a batch sampler of the user's."""
     if isinstance(source, DataLoader):
         sampler = source.batch_sampler
         if type(sampler) is not BatchSampler and not isinstance(sampler, ShareSampler):

@@ -93,17 +93,14 @@ class Found:
 
     @property
     def rate(self) -> float:
-        """Samples a second at the chosen size; 0 if no trial of it was timed."""
         return max(trial.samples_per_second for trial in self.trials if trial.micro_batch_size == self.size)
 
     @property
     def curve(self) -> MemoryCurve | None:
-        """Memory curve through the trials, or that of the confirmed plan."""
         return self.confirmed.curve if self.confirmed else fit_curve(self.trials)
 
     @property
     def failing_size(self) -> int:
-        """Smallest size that did not fit in the search; 0 if every size fit."""
         if self.confirmed:
             return self.confirmed.failing_size
         return min((trial.micro_batch_size for trial in self.trials if trial.outcome != "fits"), default=0)
@@ -125,7 +122,6 @@ class Found:
 
 
 def make_plan(request: Request, found: Found, checked: Checked, ranks: Sequence[RankPlan], seconds: float) -> Plan:
-    """Make the plan of this rank from the result; ``ranks`` has a record of each rank, ``seconds`` is fit's time."""
     workload, wanted, division, sizes = request.workload, request.wanted, request.division, found.micro_batches()
     (verdict, warnings), own = checked, ranks[division.rank]
     return Plan(

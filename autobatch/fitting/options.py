@@ -133,7 +133,6 @@ def check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, in
 def check_choices(
     *, objective: Any = "throughput", check: Any = "warn", budget: Any = None, headroom: Any = None
 ) -> None:
-    """Check that choices have one of their values, and that budget and headroom are sizes."""
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
     parse_headroom(headroom, 0 if budget is None else parse_bytes("budget", budget))

@@ -313,7 +313,6 @@ class Probe:
             parameter.grad = None
 
     def _copy_batch(self, size: int) -> Layout:
-        """Copy the batch, so that a step cannot write into the user's."""
         batch = self._make_batch(size)
         return Layout(map_tensors(batch.batch, self._copy), batch.count, batch.lists)
 

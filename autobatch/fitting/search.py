@@ -238,7 +238,6 @@ def _predict(request: Request, trials: _Trials, question: Question) -> Question:
 
 
 def _find_candidates(request: Request, smallest: int) -> tuple[int, ...]:
-    """Return the useful sizes that leave no micro-batch which the model cannot run."""
     target, bound = request.wanted.target_batch, request.wanted.max_micro_batch
     least = least_size(target, smallest)
     if bound < least:

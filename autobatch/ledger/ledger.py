@@ -44,7 +44,6 @@ class Ledger:
 
     @classmethod
     def open(cls) -> Ledger:
-        """Return the ledger that the environment names, unless it is turned off."""
         try:
             return cls(find_home() if is_enabled() else None)
         except OSError as error:
@@ -59,7 +58,6 @@ class Ledger:
         return self._use(lambda store: store.add_plan(plan), otherwise=False)
 
     def recall(self, fingerprint: str, rank: int = 0) -> list[Plan]:
-        """Return this rank's plans with the same measurements, the newest first."""
         return self._use(lambda store: store.plans_like(fingerprint, rank), otherwise=[])
 
     def begin_run(self, plan: Plan) -> bool:

@@ -121,7 +121,6 @@ class _RunFile:
         self._is_over = True
 
     def _write(self) -> None:
-        """Append what the file does not have yet."""
         if os.getpid() != self._new.pid:
             self._is_over = True  # in a forked child, whose parent has the run
             return

@@ -191,12 +191,10 @@ class Store:
 
 
 def runs_id(plan: Plan) -> str:
-    """Return the id under which a plan's runs are stored: that of rank 0's plan."""
     return _file_name(plan.whole_id) if plan.whole_id else plan_id(plan)
 
 
 def plan_id(plan: Plan) -> str:
-    """Return the plan's id; one that was made by hand has none, and gets one that follows from its content."""
     return _file_name(plan.id or plan.model_dump_json())
 
 
@@ -232,7 +230,6 @@ def warn_once(cause: str, message: str) -> None:
 
 
 def read_plans(paths: Iterable[str]) -> Iterator[Plan]:
-    """Read the plans in these files, without those that cannot be read."""
     return (plan for _, plan in _read(paths, Plan))
 
 

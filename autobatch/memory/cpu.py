@@ -194,6 +194,5 @@ class CpuDevice(Device):
         return MemoryUsage(allocated=live, reserved=live, peak_allocated=peak, peak_reserved=peak)
 
     def reclaim(self) -> None:
-        """Free what nothing refers to, and read the host again at the next step."""
         super().reclaim()
         self._read_at = -math.inf

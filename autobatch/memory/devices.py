@@ -37,7 +37,6 @@ def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any
 
 
 def open_device(device: Any) -> Device:
-    """Return the memory of a device that torch can use here, or the user's ``Device`` object."""
     asked = parse_device(device)
     if isinstance(asked, Device):
         return asked
@@ -58,7 +57,6 @@ def is_here(device: torch.device) -> bool:
 
 
 def device_for(torch_device: torch.device) -> Device:
-    """Return the memory of a torch device. ``"cuda"`` without an index is the current card."""
     if torch_device.type == "cuda" and torch_device.index is None:
         torch_device = torch.device("cuda", torch.cuda.current_device())
     return _make_device(torch_device)
@@ -121,7 +119,6 @@ class Allowance(Record):
 
 
 def find_allowance(device: Device, budget: Any | None, headroom: Any | None) -> Allowance:
-    """Return the user's budget or the available memory, whichever is less."""
     available, warnings = device.available_bytes(), list[str]()
     budget_bytes = available if budget is None else parse_bytes("budget", budget)
     if 0 < available < budget_bytes:

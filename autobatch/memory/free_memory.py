@@ -76,7 +76,6 @@ class FreeMemory:
             )
 
     def _missing_state(self, growth: float = 1.0) -> int:
-        """Return the bytes of the optimizer's state that the next update makes."""
         if self._state_is_made and growth == 1:
             return 0  # reading the state takes most of the time of all this
         missing = max(int(self.plan.state_bytes * growth) - self.workload.state_bytes(), 0)

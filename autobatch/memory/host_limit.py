@@ -31,7 +31,6 @@ class HostMemory(Record):
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the tightest of the machine's RAM and every control group above this process."""
     limits = [_read_ram(root), *_control_groups(root)]
     tightest = min(limits, key=lambda limit: limit.total_bytes)
     return tightest.model_copy(update={"available_bytes": min(limit.available_bytes for limit in limits)})
@@ -63,7 +62,6 @@ def _read_windows() -> HostMemory:
 
 
 def _control_groups(root: Path) -> Iterator[HostMemory]:
-    """Yield each limit of this process: its groups and all their parents."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -106,7 +106,6 @@ def _name_program(command: str) -> str:
 
 
 def _read_memory(nvml: Any, handle: Any) -> tuple[int, int]:
-    """Return total and free bytes; zeros for a card that shares the host's memory."""
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     except getattr(nvml, "NVMLError_NotSupported", ()):

@@ -50,7 +50,6 @@ class Line(NamedTuple):
         return self.peak + (size - self.size) * self.rise // self.run
 
     def passes(self, size: int, peak: int, tolerance: int) -> bool:
-        """Return whether the line comes within ``tolerance`` bytes of another point."""
         return abs((peak - self.peak) * self.run - (size - self.size) * self.rise) <= tolerance * self.run
 
 
@@ -118,7 +117,6 @@ def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
 
 
 def ran(trial: Trial) -> bool:
-    """Return whether the trial finished, so that its peaks are those of a whole step."""
     return trial.outcome != "oom"
 
 

@@ -182,7 +182,6 @@ def share_batch(samples: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def find_slowest(seconds: Sequence[float]) -> int | None:
-    """Return the rank that takes longest; ``None`` if some were not timed or all take the same."""
     if not seconds or min(seconds) <= SHORTEST or max(seconds) == min(seconds):
         return None
     return max(range(len(seconds)), key=seconds.__getitem__)
@@ -209,7 +208,6 @@ def _apportion(total: int, weights: Sequence[Fraction], least: int) -> tuple[int
 
 
 def _quotas(total: int, weights: Sequence[Fraction], least: int) -> list[Fraction]:
-    """Return exact shares before rounding: in proportion to the weights, but none below ``least``."""
     proportional = list(weights)
     while True:
         scale = (total - least * (len(weights) - len(proportional))) / sum(proportional, Fraction())

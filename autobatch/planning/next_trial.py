@@ -124,7 +124,6 @@ class Question(Record):
 
 
 def fits(question: Question, trial: Trial) -> bool:
-    """Return whether the trial ran, without thrashing and within the limit."""
     within = max(trial.peak_reserved, trial.peak_allocated) <= question.limit_bytes
     return trial.outcome == "fits" and (within or not question.measures)
 
@@ -225,7 +224,6 @@ def next_smaller_size(question: Question, trials: Sequence[Trial]) -> int | None
 
 
 def most_trials(question: Question) -> int:
-    """Return the most trials: those of a bisection of ``1..bound``, and 3 more if bytes are measured."""
     return question.bound.bit_length() + (3 if question.measures else 0)
 
 
@@ -347,5 +345,4 @@ def _wishes_on_line(seen: Evidence, line: Line) -> Iterator[tuple[int, int]]:
 
 
 def _next_open(seen: Evidence) -> int:
-    """Return the smallest open candidate, but not one sample before the smallest probe has failed."""
     return max(seen.open[0], min(seen.question.smallest_probe, seen.open[-1]))

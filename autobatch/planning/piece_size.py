@@ -54,12 +54,10 @@ class _LengthClass:
     ceiling: _Ceiling | None = None
 
     def after_piece(self, piece: Piece) -> _LengthClass:
-        """Count a piece, which brings a failed size nearer."""
         ceiling = self.ceiling and replace(self.ceiling, left=self.ceiling.left - 1)
         return _LengthClass(_remember(self.pieces, piece), ceiling)
 
     def after_shortage(self, most: int) -> _LengthClass:
-        """Lower the size after a failure. The wait doubles if the size was on trial."""
         wait = _CLEAN_PIECES
         if self.ceiling is not None:
             wait = self.ceiling.wait * (1 if self.ceiling.left > 0 else 2)
@@ -105,7 +103,6 @@ class PieceSizes:
         return replace(sizes.shrink(piece.samples * 3 // 4, piece.length), thrashed=0)
 
     def after_shortage(self, samples: int, length: int) -> PieceSizes:
-        """Choose a smaller size after a piece of more than one sample ran out of memory."""
         if self.measures:
             return self.shrink(samples * 3 // 4, length)  # expectations are seldom wrong by more
         ran = max((piece.samples for piece in self.known_at(length).pieces if piece.samples < samples), default=0)
@@ -138,7 +135,6 @@ class PieceSizes:
 
 
 def _classify(length: int) -> int:
-    """Return a number that rises with the length: four classes from one power of two to the next."""
     doublings = max(length.bit_length() - 3, 0)
     return 4 * doublings + (length >> doublings)
 

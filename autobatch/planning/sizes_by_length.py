@@ -61,7 +61,6 @@ def _bytes_at(measured: Mapping[int, float], length: int) -> float:
 
 
 def keep_useful(sizes: Sequence[SizeAtLength]) -> tuple[SizeAtLength, ...]:
-    """Return the edges at which more samples ran than at every longer one, shortest first."""
     kept: list[SizeAtLength] = []
     for size in sorted(sizes, key=lambda size: -size.length):
         if not kept or size.micro_batch_size > kept[-1].micro_batch_size:
