@@ -320,8 +320,12 @@ def _tokens(model: nn.Module, name: str, layer: nn.Embedding) -> torch.Tensor:
 
 def _stays_open(model: nn.Module, name: str, layer: nn.Module) -> NeedsBatch:
     kind = type(layer).__name__
-    shown = f"{name} ({kind})" if name else kind
-    return _needs_batch(model, f"its first layer, {shown}, does not show the input's shape")
+    why = f"its first layer, {f'{name} ({kind})' if name else kind}, does not show the input's shape"
+    if isinstance(layer, nn.Embedding):
+        return _needs_batch(model, why, "torch.zeros(1, length, dtype=torch.long), with the length you use")
+    if isinstance(layer, nn.Conv2d):
+        return _needs_batch(model, why, f"torch.zeros(1, {layer.in_channels}, height, width), with the size you use")
+    return _needs_batch(model, why)
 
 
 def _lookup(source: Any, name: str) -> Any:

@@ -178,7 +178,7 @@ class Encoder(Net):
     [
         (Net(), "Net, and it has no layer with parameters"),
         (Net(nn.LayerNorm(4)), r"0 \(LayerNorm\), does not show the input's shape: pass batch="),
-        (nn.Conv2d(3, 4, 3), "first layer, Conv2d, does not show"),
+        (nn.Conv2d(3, 4, 3), r"first layer, Conv2d, does not show .* batch=torch\.zeros\(1, 3, height, width\)"),
         (Net(nn.Linear(5, 4), nn.LSTM(4, 2)), r"\(Linear\), does not show"),
         (Net(nn.Linear(5, 4), nn.TransformerEncoderLayer(4, 2)), r"\(Linear\), does not show"),
         (nn.LazyLinear(4), "does not show the input's shape"),
