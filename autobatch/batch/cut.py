@@ -28,7 +28,6 @@ from autobatch.batch.tree import (
     is_array,
     is_sequence,
     map_tensors,
-    with_fresh_containers,
     with_items,
 )
 from autobatch.errors import InvalidArgument
@@ -68,8 +67,7 @@ class MicroBatch(NamedTuple):
             elif leaf.kind == "shared":
                 moved.append(part)
             else:
-                mapped = map_tensors(part, lambda one: move(one.detach()).requires_grad_(one.requires_grad))
-                moved.append(with_fresh_containers(mapped))
+                moved.append(map_tensors(part, lambda one: move(one.detach()).requires_grad_(one.requires_grad)))
         return self.batch.rebuild(moved)
 
 

@@ -55,16 +55,13 @@ class Layout:
         self._take_apart(batch, ROOT)
 
     def _take_apart(self, node: Any, path: str) -> None:
-        if type(node) is torch.Tensor:
-            kind: Any = "rows" if node.ndim else "shared"
-        elif type(node) not in (dict, list, tuple) and has_rows(node):
+        kind: Any = "shared" if children_of(node) is None else "fields"
+        if has_rows(node):
             kind = "rows"
-        elif type(node) in (list, tuple) or is_sequence(node):
+        elif is_sequence(node):
             kind = self.lists.get(path, "open")
             if isinstance(node, Marked) and node.reading != kind:
                 kind = "open"
-        else:
-            kind = "fields" if children_of(node) is not None else "shared"
         if kind != "fields":
             self.leaves.append(Leaf(path, node, kind))
             self.containers.append(None)
@@ -82,14 +79,7 @@ class Layout:
         """List the leaves with these rows only: views where the rows are neighbours and nothing is trimmed."""
         if trim is None and rows == range(self.count):  # also of lists that may be either
             return [leaf.value for leaf in self.leaves]
-        is_view = type(rows) is range and trim is None
-        values = []
-        for leaf in self.leaves:
-            if is_view and leaf.kind == "rows" and type(leaf.value) is torch.Tensor:  # as nearly every leaf
-                values.append(leaf.value[rows[0] : rows[-1] + 1])
-            else:
-                values.append(_select(leaf, rows, trim))
-        return values
+        return [_select(leaf, rows, trim) for leaf in self.leaves]
 
     def rebuild(self, values: Iterable[Any]) -> Any:
         built: list[Any] = []
@@ -101,7 +91,7 @@ class Layout:
                 node, size = container
                 parts = built[len(built) - size :]
                 del built[len(built) - size :]
-                built.append(type(node)(parts) if type(node) in (tuple, list) else with_fields(node, parts))
+                built.append(with_fields(node, parts))
         return built[0]
 
     def part(self, rows: Rows, trim: Trim | None = None) -> Layout:

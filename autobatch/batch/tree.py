@@ -62,9 +62,7 @@ def count_rows(leaf: Any) -> int | None:
 
 
 def children_of(node: Any) -> list[Any] | None:
-    if type(node) in (list, tuple):
-        return list(node)
-    if isinstance(node, torch.Tensor) or (type(node) is not dict and find_type(node) is not None):
+    if isinstance(node, torch.Tensor) or find_type(node) is not None:
         return None
     if isinstance(node, Mapping):
         return list(node.values())
@@ -122,8 +120,6 @@ def count_bytes(batch: Any) -> int:
 
 
 def with_fields(node: Any, values: Sequence[Any]) -> Any:
-    if type(node) is dict:
-        return dict(zip(node, values, strict=True))
     if is_sequence(node):
         return with_items(node, values)
     if all(new is old for new, old in zip(values, children_of(node) or [], strict=True)) and not _is_dict(node):
