@@ -59,14 +59,6 @@ def test_a_ledger_that_is_off_does_nothing(tmp_path, monkeypatch, caplog):
     assert caplog.records == []
 
 
-def test_the_environment_says_where(tmp_path, monkeypatch):
-    """``open`` uses ``AUTOBATCH_HOME``."""
-    monkeypatch.delenv("AUTOBATCH_LEDGER", raising=False)
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
-    assert Ledger.open().remember(make_plan())
-    assert (tmp_path / "home" / "plans" / "f1" / "a1.json").exists()
-
-
 def test_without_a_home_nothing_is_stored(monkeypatch, caplog):
     """A user whom the system does not know can train, and one log line says what to set."""
     monkeypatch.setattr(ledger_module.Path, "expanduser", lambda _: Path("~nobody"))

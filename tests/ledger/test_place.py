@@ -6,28 +6,20 @@ import os
 
 import pytest
 
-from autobatch.ledger import store
 from autobatch.ledger.ledger import find_home, is_enabled
 
 
-@pytest.mark.parametrize("word", ["off", "OFF", "Off ", "0", "false", "False", "no", "NO"])
-def test_the_ledger_is_off_in_any_case_of_letters(monkeypatch, word):
-    """Whatever means no."""
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        *((word, False) for word in ("off", "Off ", "0", "False", "NO")),
+        *((word, True) for word in ("", "1", "offline")),
+    ],
+)
+def test_the_ledger_is_off_if_a_word_says_so(monkeypatch, word, expected):
+    """In any case of letters; nobody has to ask for it."""
     monkeypatch.setenv("AUTOBATCH_LEDGER", word)
-    assert not is_enabled()
-
-
-@pytest.mark.parametrize("word", ["", "on", "1", "true", "yes", "offline"])
-def test_the_ledger_is_on_otherwise(monkeypatch, word):
-    """It has to be switched off by a word that means it."""
-    monkeypatch.setenv("AUTOBATCH_LEDGER", word)
-    assert is_enabled()
-
-
-def test_the_ledger_is_on_where_nothing_is_said(monkeypatch):
-    """Nobody has to ask for it."""
-    monkeypatch.delenv("AUTOBATCH_LEDGER", raising=False)
-    assert is_enabled()
+    assert is_enabled() is expected
 
 
 def test_the_environment_names_the_home(monkeypatch, tmp_path):
@@ -67,11 +59,3 @@ def test_where_no_home_is_known_that_is_said(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError, match="set AUTOBATCH_HOME"):
         find_home()
-
-
-def test_a_warning_is_logged_once_a_process_and_cause(caplog, monkeypatch):
-    """The same cause with other words is silent, another cause is not."""
-    monkeypatch.setattr(store, "_warned", set())
-    for cause, message in [("a", "first"), ("a", "second"), ("b", "third")]:
-        store.warn_once(cause, message)
-    assert [record.getMessage() for record in caplog.records] == ["first", "third"]

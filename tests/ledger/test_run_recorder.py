@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -347,35 +346,6 @@ def test_a_failure_is_written_at_once(tmp_path):
     recorder(failed("no memory"))
     (run,) = read_runs(tmp_path)
     assert (run.outcome, run.reason, run.steps) == ("failed", "no memory", 0)
-
-
-def test_a_plan_without_an_id_is_stored_too(tmp_path):
-    """Under an id that follows from its content, so that its runs are together."""
-    for _ in range(2):
-        take(RunRecorder(make_plan(""), Ledger(tmp_path)), finished(0))
-    (plan,) = Store(tmp_path).plans()
-    assert len(read_runs(tmp_path, plan.id)) == 2
-
-
-def test_a_ledger_that_is_off_costs_nothing(tmp_path, monkeypatch):
-    """No file and no run."""
-    monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
-    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
-    recorder = RunRecorder(make_plan(), Ledger.open())
-    take(recorder, retried(0), finished(0))
-    recorder(failed("no memory"))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_another_thread_may_train(tmp_path):
-    """Made in one thread, used in others, one after another."""
-    recorder = RunRecorder(make_plan(), Ledger(tmp_path))
-    recorder(finished(0))
-    for event in (finished(1), finished(2), failed("late")):
-        thread = threading.Thread(target=recorder, args=(event,))
-        thread.start()
-        thread.join()
-    assert read_runs(tmp_path)[0].steps == 3
 
 
 BEGIN = """

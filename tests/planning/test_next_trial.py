@@ -137,32 +137,9 @@ def test_linear_memory_takes_four_trials_and_no_oom(case):
     assert choose_size(question, trials) == true_answer(question, memory)
 
 
-@pytest.mark.parametrize("bound", [5000, 8192, 10_000])
-@pytest.mark.parametrize("maximum", [37, 300, 5000])
-def test_maxima_that_other_tools_were_measured_at(maximum, bound):
-    """At the maxima at which other finders take 6 to 52 trials and up to 51 OOMs, four and none are enough."""
-    memory = lambda size: 2 * 2**30 + size * 7 * MIB  # noqa: E731 # a formula
-    question = Question(bound=bound, limit_bytes=memory(maximum) + 3 * MIB)
-    trials = search_memory(question, memory, resident=2**30)
-    assert choose_size(question, trials) == maximum
-    assert len(trials) <= 4
-    assert out_of_memory(trials) == 0
-
-
-def test_a_bound_that_surely_fits_is_second():
-    """Where the line from the resident bytes stays within the limit up to the bound, nothing lies between 2 and it."""
-    trials = search_memory(Question(bound=256, limit_bytes=10_000), lambda size: 100 + size, resident=100)
-    assert [trial.micro_batch_size for trial in trials] == [2, 256]
-
-
-def test_a_far_jump_goes_by_way_of_half():
-    """A jump to much more than was measured, near the limit, is made in two, since memory may bend on the way."""
-    question = Question(bound=8192, limit_bytes=100_000)
-    trials = search_memory(question, lambda size: 1000 + 330 * size, resident=1000)
-    assert [trial.micro_batch_size for trial in trials] == [2, 8, 150, 300]
-
-
 LINEAR_SEARCHES = {
+    "surely fits up to the bound: nothing lies between 2 and it": (256, 10_000, lambda n: 100 + n, 100, [2, 256]),
+    "a far jump, made in two": (8192, 100_000, lambda n: 1000 + 330 * n, 1000, [2, 8, 150, 300]),
     "near the second size: no third is needed first": (8192, 195, lambda n: 100 + 10 * n, 99, [2, 8, 9]),
     "at the second size: one below it shows that memory is straight": (
         8192,
@@ -346,12 +323,6 @@ def test_an_odd_single_sample_does_not_spoil_the_proof(peak_of_one):
     assert choose_size(question, trials) == 200
 
 
-def test_two_sizes_on_one_step_do_not_flatten_the_line():
-    """The line's other end lies well below the largest size, where a step of the staircase matters less."""
-    line = draw_line({2: 120, 8: 180, 298: 3080, 299: 3080}, [measure(size, 1, 0) for size in (2, 8, 298, 299)])
-    assert (line.size, line.run, line.rise) == (299, 291, 2900)
-
-
 @given(convex(), st.integers(0, 10**10))
 def test_one_sample_may_be_another_program(case, peak_of_one):
     """However odd a single sample is, the answer is exact when it is at least three, and never untried."""
@@ -422,22 +393,6 @@ def test_nothing_fits(bound, measures):
     trials = search_memory(question, lambda size: 1001 + size)
     assert choose_size(question, trials) is None
     assert trials[-1].micro_batch_size == 1
-
-
-def test_a_failing_cap_is_not_tried_again():
-    """A bound that fails ends the search below it, where others try it forever."""
-    question = Question(bound=8, limit_bytes=0, measures=False)
-    trials = search_outcomes(question, lambda size: "oom" if size == 8 else "fits")
-    assert choose_size(question, trials) == 7
-    assert [trial.micro_batch_size for trial in trials].count(8) == 1
-
-
-def test_fewer_fit_than_the_start():
-    """A start that fails is not returned: with one sample fitting, the answer is one."""
-    question = Question(bound=64, limit_bytes=100)
-    trials = search_memory(question, lambda size: 60 * size)
-    assert [(trial.micro_batch_size, trial.outcome) for trial in trials] == [(2, "oom"), (1, "fits")]
-    assert choose_size(question, trials) == 1
 
 
 def test_a_size_that_thrashes_does_not_fit():
@@ -557,12 +512,6 @@ def test_the_smallest_within_two_percent_of_the_best(rates, answer):
     """The smallest size that ran and loses at most 2 % of the best rate is the one that is no slower."""
     question = Question(bound=100, limit_bytes=0)
     assert choose_size(question, [timed(size, rate) for size, rate in rates.items()], "memory") == answer
-
-
-def test_a_size_that_thrashes_is_no_choice_however_fast():
-    """Neither a thrashing size nor its rate counts."""
-    question = Question(bound=100, limit_bytes=0)
-    assert choose_size(question, [timed(50, 90), timed(100, 100, "thrash")], "memory") == 50
 
 
 def test_without_rates_the_largest_stays():

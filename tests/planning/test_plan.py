@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -83,15 +82,6 @@ def test_a_notebook_shows_a_plan_in_its_own_corner():
     assert "<html" not in shown
 
 
-@given(target=st.integers(1, 3000), size=st.integers(1, 500), warning=st.text(max_size=20))
-def test_a_plan_survives_json(target, size, warning):
-    """What is written and read again is equal, the curve included."""
-    plan = make_plan(target, size, warnings=(warning,))
-    again = Plan.model_validate_json(plan.model_dump_json())
-    assert again == plan
-    assert again.curve.peak_reserved(77) == plan.curve.peak_reserved(77)
-
-
 def test_a_plan_that_cannot_be_written_names_the_users_path(tmp_path):
     """Not the draft beside it, which the user has never heard of."""
     path = tmp_path / "no such folder" / "plan.json"
@@ -159,13 +149,6 @@ def test_a_plan_that_contradicts_itself_is_refused(tmp_path, field, changes):
         Plan(**{**dict(make_plan()), **changes})
 
 
-@pytest.mark.parametrize("sizes", [(3, 3), (3, 2)])
-def test_a_plan_is_for_the_share_of_any_rank(sizes):
-    """Eleven samples on two ranks are six on one and five on the other."""
-    fields = {"micro_batch_sizes": sizes, "accumulation_steps": 2, "micro_batch_size": 3}
-    assert sum(make_plan(target_batch=11, world_size=2, **fields).micro_batch_sizes) == sum(sizes)
-
-
 @pytest.mark.parametrize("shares", [(64,), (11, 5), (6, 5, 5), (1, 2, 3, 94)])
 def test_a_plan_with_shares_is_for_its_own_rank(shares, tmp_path):
     """Each rank's micro-batches sum to its own share, and the shares survive a file."""
@@ -173,30 +156,6 @@ def test_a_plan_with_shares_is_for_its_own_rank(shares, tmp_path):
         plan.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json") == plan
         assert (plan.rank, plan.shares, sum(plan.micro_batch_sizes)) == (rank, shares, shares[rank])
-
-
-def test_a_plan_from_before_there_were_shares_is_read(tmp_path):
-    """A file without ``rank`` and ``shares`` is a plan of one rank, as it was."""
-    plan, path = make_plan(), tmp_path / "plan.json"
-    content = json.loads(plan.model_dump_json())
-    assert (content.pop("rank"), content.pop("shares")) == (0, [])
-    path.write_text(json.dumps(content))
-    assert Plan.load(path) == plan
-
-
-def test_a_plan_of_a_later_version_is_refused_with_the_field(tmp_path):
-    """An unknown field means another meaning: it is not passed over."""
-    path = tmp_path / "plan.json"
-    text = make_plan().model_dump_json()
-    path.write_text(text[:-1] + ',"colour":"red"}')
-    with pytest.raises(InvalidArgument, match="colour"):
-        Plan.load(path)
-
-
-def test_a_missing_file_is_an_oserror(tmp_path):
-    """A path that does not exist is not a bad plan."""
-    with pytest.raises(FileNotFoundError):
-        Plan.load(tmp_path / "nowhere.json")
 
 
 def test_a_plan_is_frozen():
