@@ -97,23 +97,6 @@ def test_the_plans_size_has_always_run(data):
     assert len({t.micro_batch_size for t in plan.trials}) == len(plan.trials)
 
 
-def test_a_size_at_the_cap_is_tried_before_it_is_returned():
-    """A ceiling is no proof: the largest allowed size runs like any other (a finder of today returns it untried)."""
-    plan, device = fit_fake(lambda n: n, 8191, 8192)
-    assert plan.micro_batch_size == 4096
-    assert 8192 not in {t.micro_batch_size for t in plan.trials if t.outcome == "fits"}
-    plan, device = fit_fake(lambda n: n, 10**6, 8192, max_micro_batch=8192)
-    assert plan.micro_batch_size == 8192
-    assert 8192 in device.ran_sizes
-
-
-def test_a_failing_cap_ends_the_search():
-    """A dataset smaller than the true maximum's power of two must not be tried for ever (50 samples, 37 fit)."""
-    plan, _device = fit_fake(lambda n: n, 37, 50, measures=False)
-    assert plan.micro_batch_sizes == (25, 25)
-    assert len(plan.trials) <= 9
-
-
 def test_a_device_that_cannot_measure_is_searched_by_running_out():
     """Binary search by catching out-of-memory errors, with a plan that says what it does not know."""
     plan, _ = fit_fake(lambda n: n, 100, 256, measures=False)
@@ -122,13 +105,6 @@ def test_a_device_that_cannot_measure_is_searched_by_running_out():
     assert plan.curve is None
     assert "peak not measured" in str(plan)
     assert "does not report its memory" in plan.explain()
-
-
-def test_a_size_that_thrashes_is_not_chosen():
-    """A size at which the allocator has to free and ask again fits but crawls."""
-    plan, _ = fit_fake(lambda n: 10 + n, 10**6, 256, thrashes_from=64)
-    assert plan.micro_batch_size <= 63
-    assert any(trial.outcome == "thrash" for trial in plan.trials)
 
 
 def test_a_sample_that_does_not_fit_says_what_was_needed_and_who_is_there():

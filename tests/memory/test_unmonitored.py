@@ -84,11 +84,3 @@ def test_waiting_is_the_backends(monkeypatch):
     monkeypatch.setattr(torch, "mps", SimpleNamespace(synchronize=lambda: called.append("waited")))
     UnmonitoredDevice(torch.device("mps")).synchronize()
     assert called == ["waited"]
-
-
-def test_a_micro_batch_is_a_range_in_the_profiler():
-    """A trace shows which micro-batch, of how many samples, an operator belongs to."""
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu]) as profile, UnmonitoredDevice(META).micro_batch(43):
-        torch.zeros(1)
-    assert "autobatch micro-batch of 43" in {event.name for event in profile.events()}
