@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _LONGEST_VALUE = 80  # characters of a value in a message, which is one line
@@ -53,6 +53,16 @@ def plural(count: int, singular: str, several: str | None = None) -> str:
 def spell(count: int) -> str:
     """Small counts as words, larger ones as digits: ``2`` -> ``"two"``, ``37`` -> ``"37"``."""
     return _WORDS[count] if 0 <= count < len(_WORDS) else str(count)
+
+
+def divide_columns(widths: Sequence[int], gap: int, room: int) -> list[list[int]]:
+    """Divide the columns of a table into blocks that fit; each block has the first column."""
+    blocks = [[0]] if widths else []
+    for index, wide in enumerate(widths[1:], 1):
+        if len(blocks[-1]) > 1 and sum(widths[i] + gap for i in blocks[-1]) + wide > room:
+            blocks.append([0])
+        blocks[-1].append(index)
+    return blocks
 
 
 def with_article(name: str) -> str:

@@ -70,19 +70,15 @@ def own_table(value: Any) -> dict[str, Any]:
 
     A client that connects at the first access, or a mock that makes any attribute, must not be touched.
     """
-    return object.__getattribute__(value, "__dict__") if _HAS_TABLE[type(value)] else {}
+    kind: Any = type(value)  # mypy: a type is not hashable
+    return object.__getattribute__(value, "__dict__") if _has_table(kind) else {}
 
 
-class _HasTable(dict[type, bool]):
-    """Whether objects of each type have a plain ``__dict__``, not one that code of their class computes."""
-
-    def __missing__(self, found: type) -> bool:
-        table = next((vars(base)["__dict__"] for base in found.__mro__ if "__dict__" in vars(base)), None)
-        self[found] = has_table = isinstance(table, GetSetDescriptorType | MemberDescriptorType)
-        return has_table
-
-
-_HAS_TABLE = _HasTable()
+@cache
+def _has_table(kind: type) -> bool:
+    """Return whether objects of a type have a plain ``__dict__``, not one that code of their class computes."""
+    table = next((vars(base)["__dict__"] for base in kind.__mro__ if "__dict__" in vars(base)), None)
+    return isinstance(table, GetSetDescriptorType | MemberDescriptorType)
 
 
 def own_attributes(value: Any) -> list[Any]:

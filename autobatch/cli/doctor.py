@@ -13,7 +13,7 @@ from typing import Literal
 
 from autobatch._formatting import format_bytes, plural
 from autobatch.cli.environment import Environment, read_environment
-from autobatch.cli.output import DONE, NO, Answer, make_table
+from autobatch.cli.output import DONE, NO, Answer, Table
 from autobatch.cli.plans import find_fault
 from autobatch.torch_internals import OLDEST, OLDEST_TO_PREDICT, format_release, read_release
 
@@ -50,7 +50,7 @@ def check_machine() -> Answer:
         for one in findings
     ]
     data = {"findings": findings, "environment": environment}
-    return Answer([make_table(rows)], data, NO if findings[0].level == "wrong" else DONE)
+    return Answer([Table(rows)], data, NO if findings[0].level == "wrong" else DONE)
 
 
 def examine(environment: Environment) -> list[Finding]:

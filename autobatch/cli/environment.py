@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from autobatch._formatting import format_bytes
-from autobatch.cli.output import Answer, make_table
+from autobatch.cli.output import Answer, Table
 from autobatch.memory.host_limit import HostMemory, read_host_memory
 from autobatch.memory.nvml import CardReading, query_all, read_cuda_version
 from autobatch.prediction.cudnn.answers import find_libraries
@@ -116,7 +116,7 @@ def list_devices() -> Answer:
     free = f"{format_bytes(host.available_bytes)} free of {format_bytes(host.total_bytes)}"
     rows = [*_card_rows(cards), ("CPU", free, f"the limit is the {host.source}'s")]
     none = [] if cards else [f"no NVIDIA card: {missing or 'the driver has none'}"]
-    return Answer([*none, make_table(rows)], {"cards": cards, "no_cards_because": missing, "cpu": host})
+    return Answer([*none, Table(rows)], {"cards": cards, "no_cards_because": missing, "cpu": host})
 
 
 def _card_rows(cards: tuple[CardReading, ...]) -> Iterator[tuple[str, str, str]]:

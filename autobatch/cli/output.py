@@ -6,16 +6,16 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+import rich.table
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from autobatch._formatting import show_value
+from autobatch._formatting import divide_columns, show_value
 from autobatch.errors import InvalidArgument
 
 if TYPE_CHECKING:  # --help needs none
@@ -25,6 +25,7 @@ _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 """C0 and C1 controls: a plan file of another user, or a card's name, could hold them."""
 
 _STYLES = {"WRONG": "bold red", "beware": "yellow", "fine": "green"}
+_GAP = 2
 _WIDE = 200  # columns of a table that goes to a pipe or a file: no row should be folded there
 
 DONE, NO, USAGE = 0, 1, 2
@@ -57,6 +58,39 @@ def save_plan(plan: Plan, file: str) -> None:
         plan.save(file)
     except OSError as error:
         raise InvalidArgument(f"--save {file} cannot be written: {error}; the plan was: {plan}") from error
+
+
+class Table(NamedTuple):
+    """A table without lines; columns in ``right`` are aligned to the right."""
+
+    rows: Sequence[Sequence[str]]
+    headings: Sequence[str] = ()
+    right: Collection[int] = ()
+
+    def fit(self, width: int) -> Iterator[rich.table.Table]:
+        """Yield tables of at most so many columns in which no usual word is broken, each with the first column."""
+        texts = [[cell.translate(_ESCAPED) for cell in row] for row in (self.headings or self.rows[0], *self.rows)]
+        columns = [*zip(*texts, strict=True)]
+        whole = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+        words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+        least = [min(20, max(word, line // 2)) for word, line in zip(words, whole, strict=True)]
+        least[0] = whole[0]  # it names the row, as an id that other commands take
+        for block in divide_columns(least, _GAP, width):
+            widths, left = {index: least[index] for index in block}, width - sum(least[i] + _GAP for i in block) + _GAP
+            for index in sorted(block, key=lambda index: whole[index] - least[index]):
+                widths[index] += (more := min(whole[index] - least[index], left))
+                left -= more
+            yield self._draw(texts[1:], widths)
+
+    def _draw(self, texts: Sequence[Sequence[str]], widths: Mapping[int, int]) -> rich.table.Table:
+        table = rich.table.Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+        table.show_header = bool(self.headings)
+        for index, width in widths.items():
+            side: Any = "right" if index in self.right else "left"
+            table.add_column(*self.headings[index : index + 1], justify=side, width=width, overflow="fold")
+        for row in texts:
+            table.add_row(*(Text(row[index], style=_STYLES.get(row[index].strip(), "")) for index in widths))
+        return table
 
 
 class Answer(NamedTuple):
@@ -99,19 +133,6 @@ class Answer(NamedTuple):
         return json.dumps(to_jsonable_python(self.data), indent=2)
 
 
-def make_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = (), right: Collection[int] = ()) -> Table:
-    """Return a table without lines that fits the terminal; columns in ``right`` are aligned to the right."""
-    texts = [[Text(cell.translate(_ESCAPED), style=_STYLES.get(cell.strip(), "")) for cell in row] for row in rows]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(headings), header_style="bold")
-    for index in range(len(headings or texts[0])):
-        heading, side = headings[index] if headings else "", "right" if index in right else "left"
-        # The first column names the row, as an id that other commands take: the others give way to it.
-        table.add_column(heading, justify=side, overflow="fold", no_wrap=index == 0)  # type: ignore[arg-type]
-    for row in texts:
-        table.add_row(*row)
-    return table
-
-
 def text_width() -> int:
     """Return the columns of a text for people: at most those of the terminal."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -123,5 +144,6 @@ def _render(part: str | Table, stream: TextIO) -> str:
         return part.translate(_ESCAPED)
     console = Console(file=stream, width=None if stream.isatty() else _WIDE)
     with console.capture() as captured:
-        console.print(part)
+        for table in part.fit(console.width):
+            console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())

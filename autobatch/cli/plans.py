@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from autobatch._formatting import format_bytes, plural, show_value
-from autobatch.cli.output import DONE, NO, Answer, check_folder, make_table, refusals_of, text_width
+from autobatch.cli.output import DONE, NO, Answer, Table, check_folder, refusals_of, text_width
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.events.run_history import Run
 from autobatch.ledger.ledger import find_home, is_enabled
@@ -40,8 +40,8 @@ def list_plans(model: str | None, device: str | None, limit: int) -> Answer:
         return Answer(["no such plan is stored; autobatch fit MODULE:FUNCTION --target N makes one"], data)
     headings = ("id", "made", "model", "device", "plan", "peak", "confirmed", "runs")
     more = [f"the newest {limit} of {len(groups)}; --limit shows more"] if len(groups) > limit else []
-    rows = (_plan_row(plan, len(ids) - 1, runs) for plan, ids, runs in shown)
-    return Answer([make_table(rows, headings, right={5}), *more], data)
+    rows = [_plan_row(plan, len(ids) - 1, runs) for plan, ids, runs in shown]
+    return Answer([Table(rows, headings, right={5}), *more], data)
 
 
 def _group(found: Iterable[tuple[str, PlanHead]]) -> list[list[tuple[str, PlanHead]]]:
@@ -85,7 +85,7 @@ def compare(first: str, second: str) -> Answer:
     (a, _), (b, _) = _find_plan(first), _find_plan(second)
     data = diff_plans_data(a, b)
     differ = data["fields"] or data["trials"] or data["curve"]
-    return Answer([diff_plans(a, b)], data, NO if differ else DONE)
+    return Answer([diff_plans(a, b, text_width())], data, NO if differ else DONE)
 
 
 def write_report(name: str, output: str | None) -> Answer:

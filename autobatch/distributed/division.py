@@ -13,7 +13,6 @@ import torch
 from autobatch.distributed.data_parallel import refuse_sharded_optimizer
 from autobatch.distributed.ranks import Ranks, all_or_none, describe_parameters, refuse_differences
 from autobatch.distributed.reduction import make_loss
-from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.planning.division import Share, share_target
@@ -40,14 +39,6 @@ class SharedTrials:
     def block(self) -> AbstractContextManager[None]:
         """Block of a trial with passes; it raises DoesNotFit if another rank runs out of memory."""
         return nullcontext() if self._lockstep is None else self._lockstep.block("trial")
-
-    def gathered_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that take gathered parameters; torch frees their memory between passes."""
-        return gathered_tensors(self._ranks.model) if self._ranks is not None and self.are_shared else []
-
-    def unsharded_parameters(self) -> list[torch.Tensor]:
-        """Return extra tensors that count as parameters in a graph, if parameters are sharded."""
-        return unsharded_parameters(self._ranks.model) if self._ranks is not None and self.are_shared else []
 
     def agree(self, trial: Trial) -> Trial:
         """Return the trial as the worst rank has measured it."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from autobatch._user_errors import contextmanager, note_where
 from autobatch.batch.samples import Layout
 from autobatch.batch.tree import count_bytes, map_tensors, tensors_of
 from autobatch.distributed.division import SharedTrials
+from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
@@ -176,7 +178,7 @@ class Probe:
             with (
                 self.shared.block(),
                 self.device.limit(self.limit_bytes),
-                self.state.record(self.shared.gathered_tensors()) if records else nullcontext(),
+                self.state.record(gathered_tensors(self.workload.model)) if records else nullcontext(),
             ):
                 action(size)
         except DoesNotFit as ended:
@@ -264,7 +266,7 @@ class Probe:
             self.device,
             in_float32=self.in_float32,
             leaves_are_known=self._leaves_are_known,
-            stand_ins=self.shared.unsharded_parameters,
+            stand_ins=partial(unsharded_parameters, self.workload.model),
             written=self._written,
             records=not self._is_warm,
             watched=0 if self._is_warm else 2,

@@ -12,8 +12,6 @@ from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord, RankPlan
 from autobatch.report.breakdown import held_bytes
 
-_WIDTH = 80
-
 
 def diff_plans_data(a: PlanRecord, b: PlanRecord) -> dict[str, Any]:
     """Return the differences from ``a`` to ``b`` for JSON: lists of fields, tried sizes and points of the curve.
@@ -29,8 +27,8 @@ def diff_plans_data(a: PlanRecord, b: PlanRecord) -> dict[str, Any]:
     }
 
 
-def diff_plans(a: PlanRecord, b: PlanRecord) -> str:
-    """Return the differences from ``a`` to ``b`` in lines of at most 80 columns, without a last newline."""
+def diff_plans(a: PlanRecord, b: PlanRecord, width: int = 80) -> str:
+    """Return the differences from ``a`` to ``b`` in lines of at most so many columns, without a last newline."""
     data = diff_plans_data(a, b)
     lines = [
         *map(_field_line, data["fields"]),
@@ -38,7 +36,7 @@ def diff_plans(a: PlanRecord, b: PlanRecord) -> str:
         *(f"curve at {plural(entry['samples'], 'sample')}: {_change(entry, format_bytes)}" for entry in data["curve"]),
     ] or ["nothing else differs"]
     lines = [_WORKLOADS[data["same_workload"]], *lines]
-    return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+    return "\n".join(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
 _WORKLOADS = {

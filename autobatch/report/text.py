@@ -6,13 +6,14 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from autobatch._formatting import format_bytes, plural, spell
+from autobatch._formatting import divide_columns, format_bytes, plural, spell
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.report.sections import Section, Table, format_cell, number_columns
 from autobatch.report.tables import plan_sections, run_sections
 
 _WIDTH = 80
+_WRAPS_FROM = 20  # letters of a last column
 
 
 def summarise_plan(plan: PlanRecord) -> str:
@@ -83,7 +84,8 @@ def _show_table(table: Table | None, width: int) -> Iterator[str]:
     if rows and any(table.headings):
         rows = [table.headings, *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for block in _divide_columns(widths, gap, width - 2):
+    needed = [*widths[:-1], *(min(wide, _WRAPS_FROM) for wide in widths[-1:])]
+    for block in divide_columns(needed, gap, width - 2):
         *before, last = block
         room = width - 2 - sum(widths[index] + gap for index in before)
         for row in rows:
@@ -93,19 +95,6 @@ def _show_table(table: Table | None, width: int) -> Iterator[str]:
             yield (start + first).rstrip()
             yield from (" " * len(start) + other for other in others)
     yield from table.notes
-
-
-def _divide_columns(widths: Sequence[int], gap: int, room: int) -> Iterator[list[int]]:
-    """Yield the columns of each block that fits; the last column may wrap from 20 letters on."""
-    block: list[int] = []
-    for index, wide in enumerate(widths):
-        needed = min(wide, 20) if index == len(widths) - 1 else wide
-        if len(block) > 1 and sum(widths[i] + gap for i in block) + needed > room:
-            yield block
-            block = [0]
-        block.append(index)
-    if block:
-        yield block
 
 
 def _wrap(line: str, width: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -16,12 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 from ledgers import add_run, make_plan, make_run
+from rich.console import Console
 from sampling import sample
 from torch import nn
 
 import autobatch
 from autobatch import Plan
-from autobatch.cli import model_commands, plans
+from autobatch.cli import model_commands, output, plans
 from autobatch.cli.main import main
 from autobatch.prediction.cards import find_gpu
 
@@ -630,6 +632,20 @@ def test_a_name_cannot_steer_the_terminal(ask):
     assert "device.name: a text with a line break or another control character" in refused
     said += refused
     assert not [letter for letter in said if letter != "\n" and not letter.isprintable()]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_no_word_of_a_table_is_broken(width):
+    """Columns that do not fit the terminal follow below, with the first column again."""
+    row = ("a1b2c3d4e5f6", "2026-09-21 14:13", "ResNet", "NVIDIA L4", "256 = 6 x 43", "18.7 GiB", "2 x", "3: 120 steps")
+    headings = ("id", "made", "model", "device", "plan", "peak", "confirmed", "runs")
+    drawn = io.StringIO()
+    for table in output.Table([row], headings, right={5}).fit(width):
+        Console(file=drawn, width=width).print(table)
+    lines = drawn.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert {word for cell in (*row, *headings) for word in cell.split()} == {*drawn.getvalue().split()}
+    assert len(lines) == 2 or width < 120
 
 
 def test_a_ledger_that_can_only_be_read_is_reported(here):
