@@ -28,7 +28,7 @@ from autobatch.testing import tenant
 
 TARGET_BATCH = 256
 LOADER_BATCH = 32  # any size will do
-EPOCHS = 20
+EPOCHS = 12
 TENANT_SHARE = 0.6  # of the budget, taken half-way
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTH = 256 if DEVICE.type == "cuda" else 24  # on a GPU the allocator's 20 MiB segments would hide a tiny net

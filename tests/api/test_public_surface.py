@@ -90,7 +90,6 @@ SIGNATURES = {
     "Plan.explain": "",
 }
 
-ORDER = ["plan", "model", "target_batch", "batch", "step", "optimizer", "weigh", "cut", "device"]
 BY_POSITION = {"fit": 2, "predict": 1, "verify": 1, "Runner": 2}
 """How many arguments a page writes without a name: those before ``batch=``."""
 
@@ -176,35 +175,6 @@ def test_no_public_class_is_made_by_a_private_one() -> None:
     named = {name: maker.__qualname__ for name, maker in makers.items() if inspect.isfunction(maker)}
     foreign = {name: maker for name, maker in named.items() if maker not in (f"{name}.__init__", "BaseModel.__init__")}
     assert foreign == {}
-
-
-@pytest.mark.parametrize("name", BY_POSITION)
-def test_common_arguments_come_in_one_order(name: str) -> None:
-    """``fit``, ``predict``, ``verify`` and ``Runner`` begin alike, each leaving out what it does not take.
-
-    ``target_batch`` of ``predict`` has a default and is keyword-only, so its position means nothing.
-    """
-    parameters = inspect.signature(getattr(autobatch, name)).parameters
-    common = [each for each in parameters if each in ORDER and not (name == "predict" and each == "target_batch")]
-    assert common == sorted(common, key=ORDER.index)
-    shared = len(common) + (name == "predict")
-    assert set(list(parameters)[:shared]) == {each for each in parameters if each in ORDER}
-
-
-@pytest.mark.parametrize(
-    ("name", "positional", "named"),
-    [
-        ("fit", ["model", "target_batch"], ["budget"]),
-        ("map", ["fn", "batch"], ["budget", "cut"]),
-        ("predict", ["model", "batch", "step", "optimizer"], ["gpu"]),
-        ("verify", ["model", "batch", "step"], ["weigh"]),
-        ("Runner", ["plan", "model", "step", "optimizer"], ["weigh", "scaler", "max_grad_norm", "scheduler", "hooks"]),
-    ],
-)
-def test_the_calls_of_the_contract_bind(name: str, positional: list[str], named: list[str]) -> None:
-    """Each argument of the short calls, by position or by name, is the parameter of that name."""
-    bound = inspect.signature(getattr(autobatch, name)).bind(*positional, **{each: each for each in named})
-    assert bound.arguments == {each: each for each in (*positional, *named)}
 
 
 def shown_code() -> Iterator[tuple[str, str]]:

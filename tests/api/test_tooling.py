@@ -87,3 +87,12 @@ def test_make_proof_runs_whole_what_ci_runs_as_a_sample() -> None:
     proof = re.search(r"^proof: .*\n\t\$\(MAKE\) PROOF=1 (.+)$", MAKEFILE, flags=re.MULTILINE)
     assert proof is not None
     assert {"test" if target == "check" else target for target in ci} == set(proof[1].split())
+
+
+def test_ci_passes_one_seed_to_every_target_that_it_makes() -> None:
+    """Each recipe that runs pytest hands the seed on, and ``.ci/run`` sets it."""
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.search(r"^export .*\bSEED=\d+", ci, re.MULTILINE)
+    runs = [line for line in MAKEFILE.splitlines() if line.startswith("\t") and "-m pytest" in line]
+    assert len(runs) >= 8
+    assert all("$(if $(SEED),--randomly-seed=$(SEED))" in line for line in runs)

@@ -23,11 +23,7 @@ class Ran(NamedTuple):
 
 
 def run_program(program: Path, environment: Mapping[str, str], limit_seconds: float = 200.0) -> Ran:
-    """Run it in its own folder, until it has ended or the limit is reached.
-
-    Raises:
-        TimeoutError: It has not ended; it is killed.
-    """
+    """Run it in its own folder, until it has ended or the limit is reached."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         process = make_context().Process(target=_run, args=(program, dict(environment), output))

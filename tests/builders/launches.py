@@ -45,14 +45,7 @@ def torchrun(*arguments: str, ranks: int = 2, endpoint: str = "127.0.0.1:0") -> 
 def launch(
     *commands: Sequence[str], limit_seconds: float = 180.0, grace_seconds: float = 10.0, **environment: str
 ) -> list[Launched]:
-    """Run commands beside each other, until all have ended or the limit is reached.
-
-    Args:
-        commands: Each with its arguments.
-        limit_seconds: After which a command counts as hung; it ends with -9 then.
-        grace_seconds: How long a process may outlive the commands before it counts as left behind.
-        environment: More than what this process has.
-    """
+    """Run commands beside each other, until all have ended or the limit is reached."""
     mark = uuid.uuid4().hex
     common = {"OMP_NUM_THREADS": "1", "AUTOBATCH_LEDGER": "off", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory(prefix="home") as home:
@@ -76,12 +69,7 @@ def launch(
 
 
 def launch_nodes(arguments: Sequence[str], **environment: str) -> list[Launched]:
-    """Run two torchruns with one rank each; they meet in this process, so that no port has to be guessed.
-
-    Args:
-        arguments: The rest of the command of each, with ``--nnodes``.
-        environment: As in ``launch``.
-    """
+    """Run two torchruns with one rank each; they meet in this process, so that no port has to be guessed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = ["--rdzv-id=nodes", "--rdzv-conf=is_host=0", *arguments]
     command = torchrun(*meeting, ranks=1, endpoint=f"127.0.0.1:{store.port}")

@@ -147,24 +147,7 @@ def train(
     order: list[int] | None = None,
     **options: Any,
 ) -> Trained:
-    """Train from the same weights in the same order.
-
-    Args:
-        package: Its name.
-        made: The module's.
-        attached: Arguments of ``Autobatch``; ``None``: without it, in whole batches.
-        faults: Operations of a batch's ``run`` at which memory ends, by the batch's number.
-        module: In place of a new one.
-        batch_size: Of the loader.
-        epochs: How many.
-        precision: The Trainer's.
-        clip: The Trainer's ``gradient_clip_val``.
-        resume: A checkpoint's path.
-        callbacks: Beside autobatch's.
-        dataset: In place of ``data()``.
-        order: In which the loader gives the samples, in place of a random one.
-        options: Of the Trainer.
-    """
+    """Train from the same weights in the same order."""
     pl = load(package)
     torch.manual_seed(3)
     module = module_of(pl, made) if module is None else module

@@ -108,14 +108,6 @@ def prove_on_ranks(
     """What came of an error out of memory at operations on each rank, and what was wrong.
 
     A position at which a rank did not answer within the group's timeout counts as hung, and is the last of its case.
-
-    Args:
-        name: Of the case.
-        stride: From one operation to the next; 0: so many in each place of the step, be it short or long.
-        count: How many, where there is no stride.
-        every: In each so-manieth place only, beginning with another one on each rank and in each case.
-        sharded: Whether parameters are.
-        earlier_steps: After which memory ends.
     """
     case = next(case for case in CASES if case.name == name)
     kind, options = ShardedTraining if sharded else RankTraining, {"earlier_steps": earlier_steps}

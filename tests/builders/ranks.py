@@ -46,17 +46,7 @@ def run_ranks(
     options: Sequence[dict[str, Any]] = (),
     has_own_store: bool = False,
 ) -> list[Answer]:
-    """Call ``function(*arguments)`` on each rank, with its own options; nothing outlives the limit.
-
-    Args:
-        function: At the top of its module.
-        arguments: The same on each rank.
-        size: How many ranks.
-        timeout_seconds: Of the process group.
-        limit_seconds: After which a rank counts as hung, and is killed.
-        options: More arguments of each rank.
-        has_own_store: Whether the store in which the ranks meet is in the first of them, not in this process.
-    """
+    """Call ``function(*arguments)`` on each rank, with its own options; nothing outlives the limit."""
     context = make_context()
     import torch.distributed
 

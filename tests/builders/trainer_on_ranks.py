@@ -1,6 +1,8 @@
-"""Trains each of some Trainers on two ranks with autobatch; started by torchrun with a folder for the results.
+"""Trains Trainers on two ranks with autobatch; started by torchrun with a folder for the results.
 
-A script. Each rank has memory for another number of samples, and on the second memory ends in two of the steps.
+A script. First each of some Trainers: each rank has memory for another number of samples, and on the second memory ends
+in two of the steps. Then on batches of several tasks: each rank has a batch of nine points, which may be of different
+tasks.
 """
 
 from __future__ import annotations
@@ -9,12 +11,16 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from tasks import BatchesOfTasks, Points, collate_tasks, linear_tasks
 from trainers import Classes, Interrupted, bert, small_device, train, trainer_of
+from transformers import Trainer
 from trl_trainers import reward, sft
 
 CASES = {
@@ -27,11 +33,57 @@ CASES = {
 }
 
 
-def main(folder: Path) -> None:
-    """Write the first rank's weights and logs, and what both have run."""
-    torch.set_num_threads(1)
-    logging.getLogger("autobatch").setLevel(logging.ERROR)
-    rank = int(os.environ["RANK"])
+KINDS = {
+    "means of two tasks": [(0, 9), (20, 30), (210, 40), (50, 220), (60, 70)],
+    "a sum on both ranks": [(0, 9), (20, 30), (110, 120), (50, 60), (130, 140)],
+    "a mean and a sum in one step": [(0, 9), (20, 30), (40, 110), (50, 60)],
+    "one that compares samples": [(0, 9), (20, 30), (40, 310), (50, 60)],
+}
+"""For each step the first point of each rank's batch: below 100 of a mean, then of a sum, a mean, a spread."""
+
+
+class _WholeBatches(Trainer):
+    """Steps whose loss is the mean of what two ranks would have, or their sum where they add up."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        """Of each half."""
+        loss = sum(model(**half)["loss"] for half in inputs["halves"])
+        return loss if all(half["task"] == "sum" for half in inputs["halves"]) else loss / 2
+
+
+def _kind_options(name: str) -> dict[str, Any]:
+    """Arguments of the Trainer."""
+    chosen = {"remove_unused_columns": False, "learning_rate": 0.01, "max_grad_norm": 0.0}
+    return {**chosen, "max_steps": len(KINDS[name]), "per_device_train_batch_size": 9}
+
+
+def whole_batches(folder: Path, name: str) -> Trainer:
+    """One process, whose batches are those of both ranks."""
+    batches = [[*range(one, one + 9), *range(other, other + 9)] for one, other in KINDS[name]]
+
+    def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"halves": [collate_tasks(samples[:9]), collate_tasks(samples[9:])]}
+
+    class Whole(_WholeBatches, BatchesOfTasks):
+        pass
+
+    kind: Any = partial(Whole, batches=batches)
+    return trainer_of(folder, linear_tasks, Points(), collate=collate, kind=kind, **_kind_options(name))
+
+
+def _kind_on_rank(folder: Path, name: str, rank: int) -> Trainer:
+    """The batches of one rank."""
+    batches = [[*range(firsts[rank], firsts[rank] + 9)] for firsts in KINDS[name]]
+    kind: Any = partial(BatchesOfTasks, batches=batches)
+    options = {**_kind_options(name), "ddp_backend": "gloo"}
+    return trainer_of(folder, linear_tasks, Points(), collate=collate_tasks, kind=kind, **options)
+
+
+def _train_cases(folder: Path, rank: int) -> dict[str, Any]:
     found = {}
     for name, make in CASES.items():
         trained = train(
@@ -39,11 +91,38 @@ def main(folder: Path) -> None:
             attached={"device": small_device(1700 if rank else 1400)},
             around=Interrupted({2: [60], 3: [200]}) if rank else None,
         )
-        everyone = [None, None]
-        dist.all_gather_object(everyone, (trained.sizes, trained.retries))
-        found[name] = {"ran": everyone, "logs": trained.recorder.logs}
+        found[name] = {"ran": _gather((trained.sizes, trained.retries)), "logs": trained.recorder.logs}
         if rank == 0:
             torch.save(trained.model.state_dict(), folder / f"{name}.pt")
+    return found
+
+
+def _train_kinds(folder: Path, rank: int) -> dict[str, Any]:
+    found = {}
+    for name in KINDS:
+        said = ""
+        try:
+            trained = train(partial(_kind_on_rank, folder / f"output {rank}", name, rank), attached={})
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        found[name] = _gather(said)
+        if rank == 0 and not said:
+            torch.save(trained.model.state_dict(), folder / f"{name}.pt")
+    return found
+
+
+def _gather(value: Any) -> list[Any]:
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def main(folder: Path) -> None:
+    """Write the first rank's weights and logs, what both have run, and how each kind ended on both."""
+    torch.set_num_threads(1)
+    logging.getLogger("autobatch").setLevel(logging.ERROR)
+    rank = int(os.environ["RANK"])
+    found = _train_cases(folder, rank) | _train_kinds(folder, rank)
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()

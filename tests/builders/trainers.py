@@ -232,15 +232,7 @@ def train(
     resume: str | None = None,
     target: int | None = None,
 ) -> Trained:
-    """Train; with ``attached``, those arguments go to ``attach``.
-
-    Args:
-        make: Makes the Trainer.
-        attached: Arguments of ``attach``; ``None``: the Trainer alone.
-        around: Called with the Trainer before it trains.
-        resume: The folder of a checkpoint.
-        target: As in ``attach``.
-    """
+    """Train; with ``attached``, those arguments go to ``attach``."""
     trainer, recorder = make(), Recorder()
     trainer.add_callback(recorder)
     trained = Trained(trainer, recorder, None)

@@ -21,14 +21,7 @@ _MOST_SECONDS = 850
 
 
 def call(function: Callable[..., Any], *arguments: Any, mirror: bool = True, **environment: str) -> Any:
-    """What the function returns in a process with these environment variables.
-
-    Args:
-        function: At the top of its module.
-        arguments: Numbers, texts, lists and dicts of these.
-        mirror: Whether tensors have values. Without, kernels do nothing, which is enough where only memory counts.
-        environment: Such as ``STANDIN_CARD="t4"``.
-    """
+    """What the function returns in a process with these environment variables."""
     path, name = function.__code__.co_filename, function.__name__
     paths = os.pathsep.join(filter(None, sys.path))  # as pytest has set it
     ran = subprocess.run(

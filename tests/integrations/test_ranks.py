@@ -1,4 +1,4 @@
-"""Trainers on two ranks under torchrun, beside one process with the whole batches."""
+"""Trainers on two ranks under torchrun, also on batches of different kinds, beside one process with whole batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launches import ROOT, launch, torchrun
-from trainer_on_ranks import CASES
+from trainer_on_ranks import CASES, whole_batches
 from trainers import apart, train
 
 pytestmark = [
@@ -33,11 +33,16 @@ def folder(tmp_path_factory):
     return results
 
 
+def read(folder):
+    """What both ranks ran, or how they ended, by case."""
+    return json.loads((folder / "found.json").read_text("utf-8"))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_end_where_one_process_ends(name, folder, tmp_path):
     """Weights and logs, where one rank runs more micro-batches, and the other runs out of memory twice."""
     whole = train(lambda: CASES[name](tmp_path))
-    found = json.loads((folder / "found.json").read_text("utf-8"))[name]
+    found = read(folder)[name]
     weights = torch.load(folder / f"{name}.pt")
     model = SimpleNamespace(state_dict=lambda: weights)
     assert apart(whole, SimpleNamespace(model=model)) < TOLERANCES[name]
@@ -46,3 +51,26 @@ def test_two_ranks_end_where_one_process_ends(name, folder, tmp_path):
     (sizes, retries), (its_sizes, its_retries) = found["ran"]
     assert sizes[0] != its_sizes[0]
     assert (retries, its_retries) == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["means of two tasks", "a sum on both ranks"])
+def test_kinds_that_are_divided_alike_end_where_one_process_ends(name, folder, tmp_path):
+    """Each rank may be at another task in one step, where one rule is exact for both of them."""
+    assert read(folder)[name] == ["", ""]
+    whole = train(lambda: whole_batches(tmp_path, name))
+    weights = torch.load(folder / f"{name}.pt")
+    assert apart(whole, SimpleNamespace(model=SimpleNamespace(state_dict=lambda: weights))) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a mean and a sum in one step", "the ranks' batches have different losses (rank 0: micro-batches are rows"),
+        ("one that compares samples", "no way was found to split this loss exactly"),
+    ],
+)
+def test_kinds_that_cannot_be_divided_together_are_refused(name, words, folder):
+    """In the third step, when they come: both ranks end, and neither has divided such a batch in silence."""
+    ended = read(folder)[name]
+    assert all(ended)
+    assert any(words in said for said in ended)

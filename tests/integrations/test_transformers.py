@@ -120,6 +120,7 @@ def test_size_and_accumulation_become_one_batch(tmp_path):
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (TARGET, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile's
 def test_a_compiled_model(tmp_path):
     """The Trainer compiles it, and autobatch runs what it is given."""

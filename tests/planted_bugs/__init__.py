@@ -72,11 +72,7 @@ def all_bugs() -> list[Bug]:
 
 
 def plant(bug: Bug) -> None:
-    """Replace the target in this process, also where modules have imported it by name.
-
-    Raises:
-        LookupError: The target is not there, or is called in another way.
-    """
+    """Replace the target in this process, also where modules have imported it by name."""
     owner, name, real = find(bug)
     faulty = _wrap(real, bug.faulty)
     setattr(owner, name, faulty)
@@ -87,11 +83,7 @@ def plant(bug: Bug) -> None:
 
 
 def find(bug: Bug) -> tuple[Any, str, Any]:
-    """Return what holds the target, its name there, and the target.
-
-    Raises:
-        LookupError: The target is not there, or is called in another way.
-    """
+    """Return what holds the target, its name there, and the target."""
     *path, name = bug.target.split(".")
     owner: Any = None
     for end in range(len(path), 0, -1):
