@@ -45,7 +45,6 @@ from autobatch.undo.written_memory import WrittenMemory
 _LOG = logging.getLogger("autobatch")
 
 _COPYING = "copying what the step changes, such as buffers"
-_UNDONE_EXCEPT = "the step was undone except for a tensor of shape %s: step() wrote into it for the first time"
 
 _WATCHED_STEPS = 2
 """Steps in which a step function is watched: what it writes into, and whether it does the training loop's work."""
@@ -105,20 +104,13 @@ class Accumulation:
         self.records = self.records and not is_compiled(self.workload.model, self.workload.step)
 
     def run(self, batches: Sequence[Layout], largest: int) -> AccumulationState | None:
-        """Accumulate once, without a retry, as trials and comparisons do.
-
-        Returns:
-            The loss and the sizes; ``None`` where all weights are 0, so that a mean has no value.
-
-        Raises:
-            DoesNotFit: Memory ran out; everything was restored.
-        """
+        """Accumulate once, without a retry, as trials and comparisons do; ``None`` if all weights are 0."""
         undo = self.record()
         try:
             undo.gradients.set_aside()
             progress = self.begin(batches, largest, undo)
             shortage = self.attempt(progress, undo)
-            if shortage is None and progress.loss.value is not None:
+            if shortage is None:
                 self.complete(progress, undo, None)
         except BaseException:
             self.undo(undo)
@@ -135,12 +127,7 @@ class Accumulation:
         return progress
 
     def record(self) -> Undo:
-        """Record what a step may change, before it begins.
-
-        Raises:
-            InvalidArgument: A parameter has got a gradient hook since the last step.
-            DoesNotFit: The copies do not fit.
-        """
+        """Record what a step may change, before it begins."""
         self._is_watched, self.watched = self.watched > 0, max(self.watched - 1, 0)
         self.leaves_are_known = self.leaves_are_known and not (self._is_watched and self.is_training)
         self._parameters = self.workload.parameters()
@@ -157,18 +144,7 @@ class Accumulation:
     def begin(
         self, batches: Sequence[Layout], largest: int, undo: Undo, shared: SharedStep | None = None
     ) -> AccumulationState:
-        """Cut the batches into micro-batches, and count what the losses are divided by.
-
-        Args:
-            batches: One batch or several that belong together; each is divided separately.
-            largest: Most samples of a micro-batch.
-            undo: The record of the step.
-            shared: The step of this rank beside the others, where there are several.
-
-        Raises:
-            InvalidArgument: ``weigh`` does not count, trimming changes a sample's length, or a batch carries a graph.
-            DoesNotFit: ``weigh`` or ``lengths`` ran out of memory.
-        """
+        """Cut the batches into micro-batches, and count what the losses are divided by."""
         if self.is_training:
             self._stated.begin()
         tensors = [tensor for layout in batches for tensor in layout.tensors()]
@@ -191,12 +167,7 @@ class Accumulation:
     def attempt(self, progress: AccumulationState, undo: Undo) -> Shortage | None:
         """Run all micro-batches; each adds its part of the gradient to ``.grad``.
 
-        Returns:
-            ``None``, or why memory ran out, with no reference to the error: its traceback holds the step's tensors.
-
-        Raises:
-            InvalidArgument: The step wrote into its batch or into gradients, trains what is in neither model nor
-                optimizer, or returned no valid loss or count.
+        Return why memory ran out, if it did. No reference to the error stays: its traceback holds the step's tensors.
         """
         if not progress.micro_batches:  # a rank without samples
             return None
@@ -246,7 +217,7 @@ class Accumulation:
     @contextmanager
     def _watch(self, undo: Undo, progress: AccumulationState) -> Iterator[None]:
         """Record what is written into, and refuse a step that does the training loop's work."""
-        recorder = undo.watch(self._find_apart()) if self.records else nullcontext()
+        recorder = undo.watch(self._find_uncopied()) if self.records else nullcontext()
         with self.workload.guard(self._parameters), recorder:
             yield
         progress.watch.refuse_writes(undo.memory, stays=not self.owns_batches)
@@ -289,10 +260,10 @@ class Accumulation:
         loss = divided[0] * divided[1] if self.scale is None else self.scale(divided[0] * divided[1])
         loss.backward() if self.backward is None else self.backward(loss)
 
-    def _find_apart(self) -> Sequence[torch.Tensor]:
+    def _find_uncopied(self) -> Sequence[torch.Tensor]:
         """Memory that steps write into and that is never put back."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return [*gradients, *self._sums.tensors()]
+        return [*gradients, *self._sums.by_parameter.values()]
 
     def cut_again(self, progress: AccumulationState, largest: int) -> None:
         """Cut all samples again, into micro-batches of at most ``largest``, and begin again."""
@@ -301,11 +272,7 @@ class Accumulation:
         progress.begin_again(smaller)
 
     def complete(self, progress: AccumulationState, undo: Undo, shared: SharedStep | None) -> None:
-        """Make ``.grad`` the gradient of the whole batch, and of all ranks, with earlier gradients added.
-
-        Raises:
-            InvalidArgument: The step states counts that do not add up.
-        """
+        """Make ``.grad`` the gradient of the whole batch, and of all ranks, with earlier gradients added."""
         if self._stated.is_due:
             self._check_counts(progress, is_shared=shared is not None)
         if shared is not None:
@@ -326,7 +293,8 @@ class Accumulation:
             finally:  # the user's own objects may raise: no hook of ours stays on a parameter
                 self._end(undo)
         if lost:
-            _LOG.warning(_UNDONE_EXCEPT, tuple(lost[0].shape))
+            shape = tuple(lost[0].shape)
+            _LOG.warning("the step was undone, but not a tensor of shape %s: step() first wrote into it here", shape)
 
     def commit(self, undo: Undo) -> None:
         """Drop the record: nothing is undone from here on."""
@@ -374,8 +342,8 @@ class Accumulation:
 
     def _combine(self, shared: SharedStep, progress: AccumulationState) -> None:
         """Make loss and ``.grad`` those of all ranks; no loss where no sample of any counts."""
-        loss, parameters, sums = progress.loss, self.workload.parameters(), self._sums.take()
-        loss.value = shared.sum(parameters, sums, loss.value, counted=loss.counted, unit=loss.unit)
+        loss, parameters = progress.loss, self.workload.parameters()
+        loss.value = shared.sum(parameters, self._sums.by_parameter, loss.value, counted=loss.counted, unit=loss.unit)
 
     def _correct(self, factor: float) -> None:
         """Multiply the gradients once the true total is known; float32 sums before they are rounded."""

@@ -19,8 +19,6 @@ from autobatch.plan import Plan
 from autobatch.planning.pacing import Ceiling, Pace, Reason
 from autobatch.records import Record, spell_invalid
 
-__all__ = ["RunnerState", "read_state"]
-
 
 class RunnerState(Record):
     """State from which a Runner continues.
@@ -95,11 +93,7 @@ class RunnerState(Record):
 
 
 def read_state(state: Any, plan: Plan) -> RunnerState:
-    """The state of a Runner of this plan.
-
-    Raises:
-        InvalidArgument: It is not such a state, or it is another plan's.
-    """
+    """The state of a Runner of this plan."""
     if not isinstance(state, Mapping) or "version" not in state:
         raise InvalidArgument(f"state={show_value(state)}: pass what state_dict() of a Runner returned")
     if type(state["version"]) is not int or state["version"] != 1:

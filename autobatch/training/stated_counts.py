@@ -98,13 +98,7 @@ def find_doubtful(stated: Sequence[Stated]) -> list[Stated]:
 def check_counts(doubtful: Sequence[Stated], smallest: int, ask: Ask) -> str:
     """Compare the count of the most doubtful micro-batch with that of its halves, or of it and its neighbour together.
 
-    Args:
-        doubtful: From ``find_doubtful``.
-        smallest: Fewest samples that the model can run.
-        ask: Runs the step again.
-
-    Returns:
-        The error's text; empty if the counts add up, or differ each time.
+    Return the error's text; it is empty if the counts add up, or differ each time.
     """
     if not doubtful:
         return ""

@@ -40,11 +40,7 @@ logger = logging.getLogger("autobatch")
 
 
 def check_hooks(hooks: Any) -> tuple[Hook, ...]:
-    """The hooks as a tuple; what cannot be called is refused before the first step.
-
-    Raises:
-        InvalidArgument: One of them cannot be called, or they are not a sequence of hooks.
-    """
+    """The hooks as a tuple; what cannot be called is refused before the first step."""
     found = (hooks,) if isinstance(hooks, str) or not isinstance(hooks, Iterable) else tuple(hooks)
     for hook in found:
         if not callable(hook) or isinstance(hook, type):
@@ -73,13 +69,7 @@ class StepEvents:
     """The events of one plan's steps, for the log and for the user's hooks."""
 
     def __init__(self, plan: Plan, hooks: Sequence[Hook], recorder: StepRecorder | None = None) -> None:
-        """Emit to these hooks.
-
-        Args:
-            plan: The plan of the steps.
-            hooks: Called with every event.
-            recorder: Writes the run into the ledger; called with every event but those of finished steps.
-        """
+        """Emit to these hooks."""
         self._plan, self._listeners, self._recorder = plan, hooks, recorder
         self._hooks = hooks if recorder is None else (*hooks, recorder)
         self._planned = sum(plan.micro_batch_sizes)

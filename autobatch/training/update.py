@@ -87,14 +87,7 @@ class Update:
         self._made, self._entries = [], []
 
     def apply(self, step: int) -> None:
-        """Step the optimizers, then the scaler and the schedulers.
-
-        Args:
-            step: Number of the step.
-
-        Raises:
-            CannotRetry: The optimizer's step ran out of memory.
-        """
+        """Step the optimizers, then the scaler and the schedulers."""
         stepped, reason, handled = False, None, sys.exc_info()[1]
         try:
             for optimizer in self.optimizers:
@@ -158,11 +151,7 @@ def _note_update(error: BaseException, *, stepped: bool) -> None:
 
 
 def check_options(scaler: Any, max_grad_norm: Any, schedulers: Sequence[Any], *, has_optimizer: bool) -> None:
-    """Refuse options that an update cannot use.
-
-    Raises:
-        InvalidArgument: One of them is of the wrong kind, or cannot mean anything.
-    """
+    """Refuse options that an update cannot use."""
     if scaler is not None and not is_instance_with(scaler, "scale", "unscale_", "step", "update", "get_scale"):
         raise InvalidArgument(f"scaler is {name_type(scaler)}: pass a torch.amp.GradScaler")
     if max_grad_norm is not None and not _is_norm(max_grad_norm):
@@ -234,9 +223,6 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
 
     Each of torch's optimizers does this first in ``step`` (``_init_group`` in ``torch/optim/*.py``). Nothing is
     counted, so the step that follows is the first one, bit for bit.
-
-    Returns:
-        The parameters that had no entry before; to undo, pass them to ``forget_state``.
     """
     made: list[torch.Tensor] = []
     try:
@@ -283,12 +269,7 @@ def count_state(optimizer: Any) -> int:
 
 
 def is_making_state(optimizer: Any, before: int) -> bool:
-    """Whether a step that failed was making the optimizer's state.
-
-    Args:
-        optimizer: After the failure, with the gradients of that step.
-        before: ``count_state`` before the step.
-    """
+    """Whether a step that failed was making the optimizer's state."""
     if isinstance(optimizer, SeveralOptimizers):
         return any(map(_lacks_momentum, optimizer.members)) or count_state(optimizer) > before
     if isinstance(optimizer, torch.optim.SGD):  # it writes buffers down after all are made (torch/optim/sgd.py)

@@ -50,12 +50,7 @@ class Contents:
     """
 
     def __init__(self, roots: Iterable[Any] = (), *, whole: bool = False) -> None:
-        """Record everything below these objects.
-
-        Args:
-            roots: Objects to begin with.
-            whole: Whether to look into containers and arrays of any size, as in objects that the user has named.
-        """
+        """Record everything below these objects; ``whole``: in containers and arrays of any size, too."""
         self.tensors: list[torch.Tensor] = []
         self.modules: list[nn.Module] = []
         self._whole, self._seen = whole, set[int]()

@@ -108,11 +108,6 @@ class ModuleState:
         """Storages (``_cdata``) to which the tensors referred, and those to which they refer now."""
         return {s._cdata for tensor in (*self._headers.aliases, *self.tensors) for s in storages_of(tensor)}
 
-    def release(self) -> None:
-        """Drop every reference; nothing can be restored from here on."""
-        self.modules, self._classes, self._attributes, self._contents = [], [], [], Contents()
-        self.tensors, self.buffers, self._headers = [], [], _Headers([])
-
 
 class _Headers:
     """Record of the memory to which tensors refer, and of their flags; a list each, as a model has thousands."""

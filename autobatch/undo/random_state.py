@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["HostRandomState", "RandomState"]
-
 
 @dataclass(frozen=True)
 class HostRandomState:
@@ -47,11 +45,7 @@ class RandomState:
     __slots__ = ("_cpu", "_device", "_device_state", "_host")
 
     def __init__(self, device: torch.device) -> None:
-        """Record all generators as they are now.
-
-        Args:
-            device: The device whose generator is recorded.
-        """
+        """Record all generators as they are now."""
         self._cpu, self._device = torch.get_rng_state(), device
         self._device_state = None if device.type == "cpu" else _read(device)
         self._host = HostRandomState.capture()
