@@ -260,8 +260,8 @@ def _copy_samples(layout: Layout, count: int) -> Layout:
     return describe(samples, layout.lists, count)
 
 
-# A micro-batch that counts for nothing on this rank runs a backward pass with zeros. They flow from the model's outputs,
-# not from the loss: a loss whose labels are all ignored is nan, and nan times 0 is nan.
+# A micro-batch that counts for nothing on this rank runs a backward pass with zeros. They flow from the model's
+# outputs, not from the loss: a loss whose labels are all ignored is nan, and nan times 0 is nan.
 
 
 class ModelOutput(NamedTuple):

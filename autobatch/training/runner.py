@@ -295,7 +295,7 @@ class StepRunner:
         try:
             applied.apply(self.steps)
         finally:
-            self._workload.drop_gradients()
+            self._accumulation.drop_gradients()
 
     def _report(
         self,

@@ -60,19 +60,21 @@ class Contents:
 
     def add(self, waiting: list[Any]) -> list[nn.Module]:
         """Record everything below more objects; return the modules that are reached for the first time."""
-        seen, reached = self._seen, len(self.modules)
+        seen, copies, tensors, reached = self._seen, self._copies, self.tensors, len(self.modules)
         for value in waiting:  # grows while it is read
             kind = KINDS[type(value)]
-            if kind == "plain" or id(value) in seen:
+            if kind == "plain":
                 continue
-            seen.add(id(value))
+            if (key := id(value)) in seen:
+                continue
+            seen.add(key)
             if kind == "tensor":
-                self.tensors.append(value)
+                tensors.append(value)
             elif kind == "container":
                 copy = dict(value) if isinstance(value, dict) else [*value]
-                self._copies.append((value, copy))
+                copies.append((value, copy))
                 if self._whole or len(copy) <= MOST_ENTRIES:
-                    waiting += copy.values() if isinstance(copy, dict) else copy
+                    waiting += copy.values() if type(copy) is dict else copy
             elif kind == "module":
                 self.modules.append(value)
             elif kind == "value":
