@@ -87,6 +87,10 @@ class Workload:
         found = {id(one): one for one in (*owned, *self._held_by_optimizer())}
         return [one for one in found.values() if one is not None]
 
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
     def count_trained(self) -> int:
         """Count the values of the parameters that the optimizer moves; those of lazy modules have none yet."""
         trained = [one for one in self._held_by_optimizer() if one.requires_grad]
