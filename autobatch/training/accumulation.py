@@ -52,43 +52,29 @@ _WATCHED_STEPS = 2
 
 @dataclass
 class Accumulation:
-    """Accumulates the gradients of one workload on one device, batch after batch.
-
-    Attributes:
-        scale: Applied to each micro-batch's loss before its backward pass: a ``GradScaler``'s ``scale``.
-        in_float32: Whether gradients in bfloat16 and float16 of several micro-batches are added up in float32.
-        smallest: Fewest samples that the model can run; no batch is cut into smaller micro-batches.
-        leaves_are_known: Whether a graph was searched for parameters outside model and optimizer already.
-        stand_ins: Returns extra tensors that count as parameters: the gathered ones of ``fully_shard``.
-        stands_for: Number of micro-batches of the step that a trial imitates; sparse gradients get the rows that all of
-            them may have. A trial runs only the first two. 0: all are run.
-        owns_batches: Whether the batches are copies that the user does not see.
-        is_training: Whether these are a Runner's steps, between which the user may change anything.
-        counted_per_sample: Divisor of the last step's losses, for each sample; 0 if the step stated no count. The next
-            step's unit is chosen by it, and with it how a narrow loss rounds.
-        written: Memory that steps are known to write into; what is learnt is added.
-        records: Whether writes are recorded: not of compiled models, which would run eagerly meanwhile.
-        watched: Number of coming steps that are watched.
-    """
+    """Accumulates the gradients of one workload on one device, batch after batch."""
 
     workload: Workload
     device: Device
-    scale: Callable[[torch.Tensor], torch.Tensor] | None = None
-    in_float32: bool = True
-    smallest: int = 1
-    leaves_are_known: bool = False
-    stand_ins: Callable[[], Sequence[torch.Tensor]] = tuple
+    scale: Callable[[torch.Tensor], torch.Tensor] | None = None  # of each loss: a ``GradScaler``'s ``scale``
+    in_float32: bool = True  # whether gradients in bfloat16 and float16 are added up in float32
+    smallest: int = 1  # fewest samples that the model can run
+    leaves_are_known: bool = False  # whether a graph was searched for parameters outside model and optimizer
+    stand_ins: Callable[[], Sequence[torch.Tensor]] = tuple  # extra parameters: the gathered ones of ``fully_shard``
+    # Micro-batches of the step that a trial imitates: sparse gradients get the rows of all, and only two are run.
     stands_for: int = 0
     keep: Sequence[Any] = ()
-    owns_batches: bool = False
+    owns_batches: bool = False  # whether the batches are copies that the user does not see
     division: Division = cut_apart
     max_micro_batch: int | None = None
     backward: Backward | None = None
-    is_training: bool = False
+    is_training: bool = False  # whether these are a Runner's steps, between which the user may change anything
+    # Divisor of the last step's losses, for each sample; 0 if the step stated no count. The next step's unit is chosen
+    # by it, and with it how a narrow loss rounds.
     counted_per_sample: float = 0.0
-    written: WrittenMemory = field(default_factory=WrittenMemory)
-    records: bool = True
-    watched: int = _WATCHED_STEPS
+    written: WrittenMemory = field(default_factory=WrittenMemory)  # memory that steps are known to write into
+    records: bool = True  # whether writes are recorded: not of compiled models, which would run eagerly meanwhile
+    watched: int = _WATCHED_STEPS  # number of coming steps that are watched
     _hooks: frozenset[int] = frozenset()
     _next_handle: int = 0
     _counted: float = 0.0
