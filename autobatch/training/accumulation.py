@@ -86,7 +86,6 @@ class Accumulation:
     _parameters: Sequence[torch.Tensor] = ()
 
     def __post_init__(self) -> None:
-        """Find out whether writes can be recorded."""
         self.records = self.records and not is_compiled(self.workload.model, self.workload.step)
 
     def run(self, batches: Sequence[Layout], largest: int) -> AccumulationState | None:
@@ -113,7 +112,6 @@ class Accumulation:
         return progress
 
     def record(self) -> Undo:
-        """Record what a step may change, before it begins."""
         self._is_watched, self.watched = self.watched > 0, max(self.watched - 1, 0)
         self.leaves_are_known = self.leaves_are_known and not (self._is_watched and self.is_training)
         self._parameters = self.workload.parameters()

@@ -41,7 +41,6 @@ class AccumulationState:
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Samples of each micro-batch."""
         return tuple(micro_batch.size for micro_batch in self.micro_batches)
 
     @property
@@ -57,11 +56,9 @@ class AccumulationState:
         return failed
 
     def restart(self) -> None:
-        """Count nothing as done."""
         self.aux, self.stated = [], []
         self.loss.restart()
 
     def begin_again(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run these micro-batches instead."""
         self.micro_batches = micro_batches
         self.loss.count_again(micro_batches)

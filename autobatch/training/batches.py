@@ -28,7 +28,6 @@ class GivenBatches:
     """
 
     def __init__(self, lists: Mapping[str, ListReading]) -> None:
-        """Begin with the way in which the lists of the plan's example were read."""
         self.lists = dict(lists)
 
     def describe(self, batch: Any) -> Layout:
@@ -38,7 +37,6 @@ class GivenBatches:
         return layout
 
     def read(self, batches: Sequence[Any], *, leaves_out_empty: bool) -> list[Layout]:
-        """Describe the batches of one step."""
         layouts = []
         for number, batch in enumerate(batches, 1):
             if isinstance(batch, Layout):
@@ -63,7 +61,6 @@ class GivenBatches:
 
 
 def read_division(cut: Any, plan: Plan, workload: Workload, *, is_sharded: bool) -> Division:
-    """Return how a Runner makes groups of its batches."""
     if plan.lengths and not isinstance(cut, ByLength):
         raise InvalidArgument(
             "the plan was made with cut=by_length(), and this Runner has another cut=: pass the same cut= to both"

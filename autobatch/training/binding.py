@@ -64,7 +64,6 @@ def make_accumulation(
     keep: Sequence[Any],
     backward: Backward | None,
 ) -> Accumulation:
-    """The accumulation of a Runner's steps."""
     return (LockstepAccumulation if is_sharded else Accumulation)(
         workload,
         device,
@@ -150,7 +149,6 @@ def _describe_state(optimizer: Any | None) -> str:
 
 
 def _describe_scheduler(scheduler: Any) -> str:
-    """Describe its type and its state."""
     state = scheduler.state_dict() if is_instance_with(scheduler, "state_dict") else {}
     digest = hashlib.sha256(repr(_read_setting(state)).encode()).hexdigest()[:8]
     return f"{type(scheduler).__name__} {digest}"

@@ -23,7 +23,6 @@ class GivenBackward:
     """Calls the user's function, once a micro-batch, and counts the backward passes that begin at the loss."""
 
     def __init__(self, function: Backward, *, is_scaled: bool) -> None:
-        """Trust nothing yet."""
         if not callable(function) or isinstance(function, type):
             shown = show_value(function) if isinstance(function, str | int | float) else name_type(function)
             raise InvalidArgument(

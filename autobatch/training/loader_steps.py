@@ -34,7 +34,6 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        """Nothing has run yet."""
         self.passes, self.samples, self.calls = 0, 0, 0
         self._is_resumed = False
 
@@ -69,7 +68,6 @@ class Pass:
     def __init__(
         self, loader: Iterable[Any], progress: Progress, share: int, read: Callable[[Any], Layout], device: torch.device
     ) -> None:
-        """Read nothing yet."""
         sampler = getattr(loader, "batch_sampler", None)
         self._to_skip = progress.samples
         if isinstance(sampler, ShareSampler) and sampler.first_batch:  # it was resumed, and begins there itself
@@ -147,7 +145,6 @@ def _show(dims: Mapping[str, int]) -> str:
 
 
 def count_samples(layouts: Iterable[Layout]) -> int:
-    """Count the samples of all batches."""
     return sum(map(_COUNT, layouts))
 
 

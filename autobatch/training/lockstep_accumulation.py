@@ -302,7 +302,6 @@ def collect_outputs(model: nn.Module) -> Iterator[list[ModelOutput]]:
 
 
 def edges_of(losses: Mapping[str, torch.Tensor]) -> dict[str, GradientEdge]:
-    """Return the place where the graph of each loss begins."""
     return {name: get_gradient_edge(loss) for name, loss in losses.items() if loss.requires_grad}
 
 

@@ -40,7 +40,6 @@ class BatchWatch:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], batches: Sequence[Any] = ()) -> None:
-        """Note how often each tensor was written into."""
         for tensor in tensors:
             if tensor.is_meta:
                 refuse_meta(tensor)
@@ -84,7 +83,6 @@ class GradientWatch:
         return [(gradient, -1 if gradient is None else gradient._version) for gradient in gradients]
 
     def refuse_change(self) -> None:
-        """Refuse a step that has changed a gradient."""
         now = self._read()
         same = len(now) == len(self._before) and all(
             new is old and count == before for (new, count), (old, before) in zip(now, self._before, strict=True)
@@ -118,7 +116,6 @@ class StepSizes:
     """
 
     def __init__(self, planned: int) -> None:
-        """Begin before the first step."""
         self.planned, self.last, self._has_reported = planned, 0, False
 
     def surprise(self, samples: int) -> bool:
@@ -141,7 +138,6 @@ class SteppedObjects:
     """
 
     def __init__(self, optimizers: Sequence[Any], scaler: Any | None, schedulers: Sequence[Any]) -> None:
-        """Watch these."""
         self._has_reported = False
         watched: list[tuple[Any, _Read, str]] = [
             *((one, _read_scheduler, "scheduler.step()") for one in schedulers),

@@ -43,7 +43,6 @@ class RunnerState(Record):
 
     @classmethod
     def of(cls, plan: Plan, pace: Pace, **learnt: Any) -> RunnerState:
-        """The state of a Runner of this plan, between two steps."""
         return cls(
             version=1,
             target_batch=plan.target_batch,
@@ -73,7 +72,6 @@ class RunnerState(Record):
 
 
 def read_state(state: Any, plan: Plan) -> RunnerState:
-    """The state of a Runner of this plan."""
     if not isinstance(state, Mapping) or "version" not in state:
         raise InvalidArgument(f"state={show_value(state)}: pass what state_dict() of a Runner returned")
     if type(state["version"]) is not int or state["version"] != 1:

@@ -53,11 +53,9 @@ class StatedCounts:
     """
 
     def __init__(self) -> None:
-        """Begin before the first step."""
         self.is_due, self._begun, self._has_warned = False, 0, False
 
     def begin(self) -> None:
-        """Begin a step."""
         self._begun += 1
         self.is_due = self._begun.bit_count() == 1
 

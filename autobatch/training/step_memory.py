@@ -44,7 +44,6 @@ class StepMemory:
     """
 
     def __init__(self, plan: Plan, workload: Workload, device: Device, division: Division, events: StepEvents) -> None:
-        """Begin with the plan's size."""
         self._plan, self._workload, self._device, self._division, self._events = (
             plan,
             workload,
@@ -116,7 +115,6 @@ class StepMemory:
         self._free.check_update()
 
     def after_shortage(self, step: int, shortage: Shortage) -> int:
-        """Return the size of the next attempt."""
         self._device.reclaim()
         if not shortage.failed_size:  # another rank ran out of memory
             return self.pace.size

@@ -66,7 +66,6 @@ class Update:
     _scale: float = 0.0
 
     def __post_init__(self) -> None:
-        """Look inside the wrappers once."""
         self._inner = unwrap_optimizer([*self.optimizers])
 
     def prepare(self) -> None:
@@ -80,7 +79,6 @@ class Update:
         self._scale = self._scale_and_clip() if self.scaler is not None or self.max_grad_norm is not None else 0.0
 
     def cancel(self) -> None:
-        """Undo ``prepare``."""
         forget_state(self._inner, self._made)
         for optimizer, entry in zip(self.optimizers, self._entries, strict=False):
             _write_entry(self.scaler, optimizer, entry)
@@ -211,7 +209,6 @@ def _write_entry(scaler: Any, optimizer: Any, entry: dict[str, Any] | None) -> N
 
 
 def explain_no_retry(step: int, plan: Plan) -> str:
-    """End the message of an update that ran out of memory."""
     return (
         f"so step {step} was not retried; load your last checkpoint and give fit() the optimizer and more headroom= "
         f"than {format_bytes(plan.headroom_bytes)}"
@@ -256,7 +253,6 @@ def _makes_state_first(kind: type) -> bool:
 
 
 def forget_state(optimizer: Any, parameters: list[torch.Tensor]) -> None:
-    """Take these parameters' entries out again."""
     for member in members_of(optimizer):
         if _makes_state_first(type(member)):  # type: ignore[arg-type]  # mypy: a type is not hashable
             for parameter in parameters:

@@ -60,7 +60,6 @@ class StepLoss:
         counted_per_sample: float = 0.0,
         is_scaled: bool = False,
     ) -> None:
-        """Sum the weights of a step's micro-batches."""
         self._weighed, self._per_sample, self._is_scaled = weighed, counted_per_sample, is_scaled
         self._is_shared = False
         self.common_unit: float | None = None
@@ -92,7 +91,6 @@ class StepLoss:
         self.common_unit = _power_of_two_near(self.weights.get("") or self.samples or 1)
 
     def restart(self) -> None:
-        """Count nothing as done."""
         self.value: torch.Tensor | None = None
         self.unit: float | None = None
         self.counted, self._has_stated_none = 0.0, False
@@ -224,7 +222,6 @@ def _check_count(term: Term, weight: float) -> None:
 
 
 def sum_weights(micro_batches: Iterable[MicroBatch]) -> dict[str, float]:
-    """Return the total of each term."""
     weights = [micro_batch.weights for micro_batch in micro_batches]
     for other in weights[1:]:
         if other.keys() != weights[0].keys():

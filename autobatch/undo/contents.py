@@ -102,7 +102,6 @@ class Contents:
         return changed | {id(value) for value, state in self._values if not _has_value(value, state)}
 
     def has(self, container: Any) -> bool:
-        """Return whether it was recorded."""
         return id(container) in self._seen
 
 

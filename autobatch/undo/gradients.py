@@ -24,18 +24,15 @@ class EarlierGradients:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Note every ``.grad``; nothing is moved yet."""
         self.parameters = parameters
         self.gradients: Sequence[torch.Tensor | None] = [parameter.grad for parameter in parameters]
         self.are_there = any(gradient is not None for gradient in self.gradients)
 
     def set_aside(self) -> None:
-        """Set every ``.grad`` to ``None``."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def restore(self) -> None:
-        """Put every ``.grad`` back."""
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
 
@@ -83,7 +80,6 @@ class Float32Sums:
     """
 
     def __init__(self) -> None:
-        """Nothing is summed before ``begin``."""
         self.by_parameter: dict[torch.Tensor, torch.Tensor] = {}
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -118,7 +114,6 @@ class Float32Sums:
                 self._add(parameter)
 
     def clear(self) -> None:
-        """Drop all sums."""
         self.by_parameter.clear()
 
     @torch.no_grad()
@@ -128,7 +123,6 @@ class Float32Sums:
 
     @torch.no_grad()
     def multiply(self, factor: float) -> None:
-        """All sums by one factor, before they are rounded."""
         for total in self.by_parameter.values():
             total.mul_(factor)
 
@@ -148,7 +142,6 @@ class Float32Sums:
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of this parameter's ``.grad``."""
     return getattr(parameter, _DTYPE) or parameter.dtype
 
 

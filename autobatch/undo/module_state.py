@@ -32,7 +32,6 @@ class ModuleState:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Record them and all modules below them."""
         self._contents = Contents()
         self._attributes: list[dict[str, Any]] = []
         was_enabled = gc.isenabled()

@@ -81,7 +81,6 @@ class TrainingState:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Set every recorded ``.grad`` to ``None``."""
         for tensor, _ in self._gradients:
             tensor.grad = None
 
@@ -91,7 +90,6 @@ class TrainingState:
         _remove_step_hooks(self._optimizer)
 
     def restore(self) -> None:
-        """Restore everything, bit for bit."""
         restore_each(self._restore, self._of_optimizer.restore)
 
     def _restore(self) -> None:
@@ -112,13 +110,11 @@ class TrainingState:
                 (tensor._post_accumulate_grad_hooks or {}).clear()  # noqa: SLF001 - no public way
 
     def __enter__(self) -> TrainingState:
-        """Restore at the end of the block, also after an error."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restore, and drop the record."""
         try:
             self.restore()
         finally:
@@ -185,7 +181,6 @@ class HostCopies:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, host_bytes: int) -> None:
-        """Copy every distinct storage of the tensors once."""
         self._host_bytes, self._total = host_bytes, 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.saved: Saved = {}

@@ -53,7 +53,6 @@ class UserObjects:
     """Record of the values that the user's objects held at one moment."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
-        """Ask each for its state, and copy that."""
         self._taken = [(item, item.take()) for item in objects if _takes(item)]
         self._states = [
             (item, _copy(item.state_dict())) for item in objects if not _takes(item) and _has_state_dict(item)

@@ -27,12 +27,10 @@ class WrittenMemory:
     """The storages that steps are known to write into, by weak references."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Begin with the storages of these tensors."""
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.add(tensors)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Add the storages of these tensors."""
         for tensor in tensors:
             for storage in storages_of(tensor):
                 self.known[storage._cdata] = weakref.ref(storage)
