@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autobatch._bounds import LONGEST_LIST
+from autobatch._process_lock import one_at_a_time
 from autobatch._user_errors import contextmanager
 from autobatch.batch.example import find_example
 from autobatch.batch.lengths import ByLength, SamplesByLength, read_by_length
@@ -36,7 +37,6 @@ from autobatch.planning.division import balance
 from autobatch.records import Verdict
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
-from autobatch.undo.process_lock import one_at_a_time
 from autobatch.undo.training_state import TrainingState
 
 _FEW = 16  # samples that are compared first: enough to distinguish causes, and few enough to run each alone

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from autobatch._formatting import plural
+from autobatch._process_lock import one_at_a_time
 from autobatch._wrappers import unwrap_optimizer
 from autobatch.batch.cut import CutFunction
 from autobatch.batch.example import is_source
@@ -42,7 +43,6 @@ from autobatch.step.loop_guard import refuse_sample_gradients
 from autobatch.step.model_info import warn_of_batch_norms
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.torch_internals.storages import bytes_of
-from autobatch.undo.process_lock import one_at_a_time
 from autobatch.undo.training_state import TrainingState
 
 _FEW_BYTES = 2**16

@@ -35,9 +35,9 @@ from typing import IO, Any, TypeVar
 
 import torch
 
+from autobatch._process_lock import one_at_a_time
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import end_failed_backward
-from autobatch.undo.process_lock import one_at_a_time
 
 MOST_SECONDS = 300.0
 """A trace takes seconds."""

@@ -73,9 +73,6 @@ class Workload:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of model and optimizer, each once, in the order of ``model.parameters()``."""
-        return [*{id(one): one for one in self._find_parameters()}.values()]
-
-    def _find_parameters(self) -> list[nn.Parameter]:
         # Not by model.parameters(), which makes a name for each: three times as long, in every step.
         owned: list[nn.Parameter | None] = []
         waiting: list[nn.Module | None] = [self.model]
@@ -87,10 +84,11 @@ class Workload:
                 owned += module._parameters.values()  # noqa: SLF001 - as above
                 if module._modules:  # noqa: SLF001 - as above
                     waiting += reversed(module._modules.values())  # noqa: SLF001 - as above
-        return [one for one in owned if one is not None] + self._held_by_optimizer()
+        found = {id(one): one for one in (*owned, *self._held_by_optimizer())}
+        return [one for one in found.values() if one is not None]
 
     def drop_gradients(self) -> None:
-        for parameter in self._find_parameters():
+        for parameter in self.parameters():
             parameter.grad = None
 
     def count_trained(self) -> int:

@@ -45,7 +45,6 @@ from autobatch.undo.written_memory import WrittenMemory
 _LOG = logging.getLogger("autobatch")
 
 _COPYING = "copying what the step changes, such as buffers"
-_UNDONE_EXCEPT = "the step was undone except for a tensor of shape %s: step() wrote into it for the first time"
 
 _WATCHED_STEPS = 2
 """Steps in which a step function is watched: what it writes into, and whether it does the training loop's work."""
@@ -53,43 +52,29 @@ _WATCHED_STEPS = 2
 
 @dataclass
 class Accumulation:
-    """Accumulates the gradients of one workload on one device, batch after batch.
-
-    Attributes:
-        scale: Applied to each micro-batch's loss before its backward pass: a ``GradScaler``'s ``scale``.
-        in_float32: Whether gradients in bfloat16 and float16 of several micro-batches are added up in float32.
-        smallest: Fewest samples that the model can run; no batch is cut into smaller micro-batches.
-        leaves_are_known: Whether a graph was searched for parameters outside model and optimizer already.
-        stand_ins: Returns extra tensors that count as parameters: the gathered ones of ``fully_shard``.
-        stands_for: Number of micro-batches of the step that a trial imitates; sparse gradients get the rows that all of
-            them may have. A trial runs only the first two. 0: all are run.
-        owns_batches: Whether the batches are copies that the user does not see.
-        is_training: Whether these are a Runner's steps, between which the user may change anything.
-        counted_per_sample: Divisor of the last step's losses, for each sample; 0 if the step stated no count. The next
-            step's unit is chosen by it, and with it how a narrow loss rounds.
-        written: Memory that steps are known to write into; what is learnt is added.
-        records: Whether writes are recorded: not of compiled models, which would run eagerly meanwhile.
-        watched: Number of coming steps that are watched.
-    """
+    """Accumulates the gradients of one workload on one device, batch after batch."""
 
     workload: Workload
     device: Device
-    scale: Callable[[torch.Tensor], torch.Tensor] | None = None
-    in_float32: bool = True
-    smallest: int = 1
-    leaves_are_known: bool = False
-    stand_ins: Callable[[], Sequence[torch.Tensor]] = tuple
+    scale: Callable[[torch.Tensor], torch.Tensor] | None = None  # of each loss: a ``GradScaler``'s ``scale``
+    in_float32: bool = True  # whether gradients in bfloat16 and float16 are added up in float32
+    smallest: int = 1  # fewest samples that the model can run
+    leaves_are_known: bool = False  # whether a graph was searched for parameters outside model and optimizer
+    stand_ins: Callable[[], Sequence[torch.Tensor]] = tuple  # extra parameters: the gathered ones of ``fully_shard``
+    # Micro-batches of the step that a trial imitates: sparse gradients get the rows of all, and only two are run.
     stands_for: int = 0
     keep: Sequence[Any] = ()
-    owns_batches: bool = False
+    owns_batches: bool = False  # whether the batches are copies that the user does not see
     division: Division = cut_apart
     max_micro_batch: int | None = None
     backward: Backward | None = None
-    is_training: bool = False
+    is_training: bool = False  # whether these are a Runner's steps, between which the user may change anything
+    # Divisor of the last step's losses, for each sample; 0 if the step stated no count. The next step's unit is chosen
+    # by it, and with it how a narrow loss rounds.
     counted_per_sample: float = 0.0
-    written: WrittenMemory = field(default_factory=WrittenMemory)
-    records: bool = True
-    watched: int = _WATCHED_STEPS
+    written: WrittenMemory = field(default_factory=WrittenMemory)  # memory that steps are known to write into
+    records: bool = True  # whether writes are recorded: not of compiled models, which would run eagerly meanwhile
+    watched: int = _WATCHED_STEPS  # number of coming steps that are watched
     _hooks: frozenset[int] = frozenset()
     _next_handle: int = 0
     _counted: float = 0.0
@@ -101,24 +86,16 @@ class Accumulation:
     _parameters: Sequence[torch.Tensor] = ()
 
     def __post_init__(self) -> None:
-        """Find out whether writes can be recorded."""
         self.records = self.records and not is_compiled(self.workload.model, self.workload.step)
 
     def run(self, batches: Sequence[Layout], largest: int) -> AccumulationState | None:
-        """Accumulate once, without a retry, as trials and comparisons do.
-
-        Returns:
-            The loss and the sizes; ``None`` where all weights are 0, so that a mean has no value.
-
-        Raises:
-            DoesNotFit: Memory ran out; everything was restored.
-        """
+        """Accumulate once, without a retry, as trials and comparisons do; ``None`` if all weights are 0."""
         undo = self.record()
         try:
             undo.gradients.set_aside()
             progress = self.begin(batches, largest, undo)
             shortage = self.attempt(progress, undo)
-            if shortage is None and progress.loss.value is not None:
+            if shortage is None:
                 self.complete(progress, undo, None)
         except BaseException:
             self.undo(undo)
@@ -135,12 +112,6 @@ class Accumulation:
         return progress
 
     def record(self) -> Undo:
-        """Record what a step may change, before it begins.
-
-        Raises:
-            InvalidArgument: A parameter has got a gradient hook since the last step.
-            DoesNotFit: The copies do not fit.
-        """
         self._is_watched, self.watched = self.watched > 0, max(self.watched - 1, 0)
         self.leaves_are_known = self.leaves_are_known and not (self._is_watched and self.is_training)
         self._parameters = self.workload.parameters()
@@ -157,18 +128,7 @@ class Accumulation:
     def begin(
         self, batches: Sequence[Layout], largest: int, undo: Undo, shared: SharedStep | None = None
     ) -> AccumulationState:
-        """Cut the batches into micro-batches, and count what the losses are divided by.
-
-        Args:
-            batches: One batch or several that belong together; each is divided separately.
-            largest: Most samples of a micro-batch.
-            undo: The record of the step.
-            shared: The step of this rank beside the others, where there are several.
-
-        Raises:
-            InvalidArgument: ``weigh`` does not count, trimming changes a sample's length, or a batch carries a graph.
-            DoesNotFit: ``weigh`` or ``lengths`` ran out of memory.
-        """
+        """Cut the batches into micro-batches, and count what the losses are divided by."""
         if self.is_training:
             self._stated.begin()
         tensors = [tensor for layout in batches for tensor in layout.tensors()]
@@ -191,12 +151,7 @@ class Accumulation:
     def attempt(self, progress: AccumulationState, undo: Undo) -> Shortage | None:
         """Run all micro-batches; each adds its part of the gradient to ``.grad``.
 
-        Returns:
-            ``None``, or why memory ran out, with no reference to the error: its traceback holds the step's tensors.
-
-        Raises:
-            InvalidArgument: The step wrote into its batch or into gradients, trains what is in neither model nor
-                optimizer, or returned no valid loss or count.
+        Return why memory ran out, if it did. No reference to the error stays: its traceback holds the step's tensors.
         """
         if not progress.micro_batches:  # a rank without samples
             return None
@@ -246,7 +201,7 @@ class Accumulation:
     @contextmanager
     def _watch(self, undo: Undo, progress: AccumulationState) -> Iterator[None]:
         """Record what is written into, and refuse a step that does the training loop's work."""
-        recorder = undo.watch(self._find_apart()) if self.records else nullcontext()
+        recorder = undo.watch(self._find_uncopied()) if self.records else nullcontext()
         with self.workload.guard(self._parameters), recorder:
             yield
         progress.watch.refuse_writes(undo.memory, stays=not self.owns_batches)
@@ -289,10 +244,10 @@ class Accumulation:
         loss = divided[0] * divided[1] if self.scale is None else self.scale(divided[0] * divided[1])
         loss.backward() if self.backward is None else self.backward(loss)
 
-    def _find_apart(self) -> Sequence[torch.Tensor]:
+    def _find_uncopied(self) -> Sequence[torch.Tensor]:
         """Memory that steps write into and that is never put back."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return [*gradients, *self._sums.tensors()]
+        return [*gradients, *self._sums.by_parameter.values()]
 
     def cut_again(self, progress: AccumulationState, largest: int) -> None:
         """Cut all samples again, into micro-batches of at most ``largest``, and begin again."""
@@ -301,11 +256,7 @@ class Accumulation:
         progress.begin_again(smaller)
 
     def complete(self, progress: AccumulationState, undo: Undo, shared: SharedStep | None) -> None:
-        """Make ``.grad`` the gradient of the whole batch, and of all ranks, with earlier gradients added.
-
-        Raises:
-            InvalidArgument: The step states counts that do not add up.
-        """
+        """Make ``.grad`` the gradient of the whole batch, and of all ranks, with earlier gradients added."""
         if self._stated.is_due:
             self._check_counts(progress, is_shared=shared is not None)
         if shared is not None:
@@ -326,13 +277,19 @@ class Accumulation:
             finally:  # the user's own objects may raise: no hook of ours stays on a parameter
                 self._end(undo)
         if lost:
-            _LOG.warning(_UNDONE_EXCEPT, tuple(lost[0].shape))
+            shape = tuple(lost[0].shape)
+            _LOG.warning("the step was undone, but not a tensor of shape %s: step() first wrote into it here", shape)
 
     def commit(self, undo: Undo) -> None:
         """Drop the record: nothing is undone from here on."""
         undo.find_lost()  # so that the next record copies it
         self.counted_per_sample = self._counted
         self._end(undo)
+
+    def drop_gradients(self) -> None:
+        """Set every ``.grad`` to ``None``; in the first steps also of parameters that a forward pass has made."""
+        for parameter in self.workload.parameters() if self._is_watched else self._parameters:
+            parameter.grad = None
 
     def _end(self, undo: Undo) -> None:
         self._sums.end()
@@ -374,8 +331,8 @@ class Accumulation:
 
     def _combine(self, shared: SharedStep, progress: AccumulationState) -> None:
         """Make loss and ``.grad`` those of all ranks; no loss where no sample of any counts."""
-        loss, parameters, sums = progress.loss, self.workload.parameters(), self._sums.take()
-        loss.value = shared.sum(parameters, sums, loss.value, counted=loss.counted, unit=loss.unit)
+        loss, parameters = progress.loss, self.workload.parameters()
+        loss.value = shared.sum(parameters, self._sums.by_parameter, loss.value, counted=loss.counted, unit=loss.unit)
 
     def _correct(self, factor: float) -> None:
         """Multiply the gradients once the true total is known; float32 sums before they are rounded."""

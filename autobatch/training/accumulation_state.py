@@ -14,56 +14,33 @@ from autobatch.training.weights import StepLoss
 
 @dataclass(frozen=True)
 class Shortage:
-    """A micro-batch that ran out of memory.
+    """A micro-batch that ran out of memory."""
 
-    Attributes:
-        failed_size: Samples in the micro-batch that failed.
-        failed_scale: The least ``largest`` with which batches are cut into such a micro-batch: ``failed_size``, but for
-            samples in order of their lengths.
-        reason: The error's first line.
-        least_size: The smallest size into which the samples can be divided such that the model can run each
-            micro-batch.
-        ended_in: Pass that ran out of memory.
-    """
-
-    failed_size: int
-    reason: str
-    least_size: int = 1
+    failed_size: int  # samples in it; 0: another rank ran out of memory
+    reason: str  # the error's first line
+    least_size: int = 1  # the smallest size into which the samples can be divided for this model
     ended_in: Phase = "forward"
+    # The least ``largest`` that cuts batches into such a micro-batch: ``failed_size``, but for samples by length.
     failed_scale: int = 0
 
 
 @dataclass
 class AccumulationState:
-    """The micro-batches of one accumulation, and what has come of them.
+    """The micro-batches of one accumulation, and what has come of them."""
 
-    Attributes:
-        groups: Samples that may run together, from which micro-batches are cut.
-        micro_batches: All micro-batches of the step.
-        loss: The step's loss.
-        watch: Whether the step writes into the batches.
-        had_gradients: Whether gradients from before the step are added to its own.
-        aux: Values that the step returned beside each finished micro-batch's loss.
-        stated: Counts that the step states for each micro-batch, if they are compared (``stated_counts``).
-        retries: Number of attempts that ran out of memory.
-        phase: Pass of the running micro-batch.
-        running: Function of the user that runs now, named for a note on its error; empty: none.
-    """
-
-    groups: Sequence[Group]
+    groups: Sequence[Group]  # samples that may run together, from which micro-batches are cut
     micro_batches: Sequence[MicroBatch]
     loss: StepLoss
     watch: BatchWatch
-    had_gradients: bool = False
-    aux: list[Any] = field(default_factory=list)
-    stated: list[Any] = field(default_factory=list)
+    had_gradients: bool = False  # from before the step: they are added to its own
+    aux: list[Any] = field(default_factory=list)  # what the step returned beside the loss, of each finished micro-batch
+    stated: list[Any] = field(default_factory=list)  # counts that the step stated, if they are compared
     retries: int = 0
-    phase: Phase = "forward"
-    running: str = ""
+    phase: Phase = "forward"  # of the running micro-batch
+    running: str = ""  # function of the user that runs now, named for a note on its error
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Samples of each micro-batch."""
         return tuple(micro_batch.size for micro_batch in self.micro_batches)
 
     @property
@@ -79,11 +56,9 @@ class AccumulationState:
         return failed
 
     def restart(self) -> None:
-        """Count nothing as done."""
         self.aux, self.stated = [], []
         self.loss.restart()
 
     def begin_again(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run these micro-batches instead."""
         self.micro_batches = micro_batches
         self.loss.count_again(micro_batches)

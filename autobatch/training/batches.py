@@ -28,29 +28,15 @@ class GivenBatches:
     """
 
     def __init__(self, lists: Mapping[str, ListReading]) -> None:
-        """Begin with the way in which the lists of the plan's example were read."""
         self.lists = dict(lists)
 
     def describe(self, batch: Any) -> Layout:
-        """Describe one batch: lists as in the plan's example, later batches as earlier ones.
-
-        Raises:
-            InvalidArgument: It cannot be counted.
-        """
+        """Describe one batch: lists as in the plan's example, later batches as earlier ones."""
         layout = describe(batch, self.lists)
         self.lists = dict(layout.lists)
         return layout
 
     def read(self, batches: Sequence[Any], *, leaves_out_empty: bool) -> list[Layout]:
-        """Describe the batches of one step.
-
-        Args:
-            batches: The batches; described ones are returned unchanged.
-            leaves_out_empty: Whether one without samples is left out; else it is refused.
-
-        Raises:
-            InvalidArgument: One cannot be counted; which one, where there are several.
-        """
         layouts = []
         for number, batch in enumerate(batches, 1):
             if isinstance(batch, Layout):
@@ -75,11 +61,6 @@ class GivenBatches:
 
 
 def read_division(cut: Any, plan: Plan, workload: Workload, *, is_sharded: bool) -> Division:
-    """Return how a Runner makes groups of its batches.
-
-    Raises:
-        InvalidArgument: ``cut`` cannot be called, or not be used here, or is another than the plan was made with.
-    """
     if plan.lengths and not isinstance(cut, ByLength):
         raise InvalidArgument(
             "the plan was made with cut=by_length(), and this Runner has another cut=: pass the same cut= to both"
@@ -104,28 +85,14 @@ def read_division(cut: Any, plan: Plan, workload: Workload, *, is_sharded: bool)
 
 
 def several(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches of ``step_over``; refused when they are read, where the other ranks of a step learn of it.
-
-    Raises:
-        InvalidArgument: They are one batch.
-    """
+    """Yield the batches of ``step_over``; refused when they are read, where the other ranks of a step learn of it."""
     if is_one_batch(batches):
         raise InvalidArgument("step_over() takes several batches, such as a list of them; for one batch call step()")
     yield from batches
 
 
 def cut_weighed(workload: Workload, groups: Iterable[Group], largest: int, smallest: int = 1) -> list[MicroBatch]:
-    """Cut groups into the fewest micro-batches, of sizes as equal as possible.
-
-    Args:
-        workload: Weighs each micro-batch.
-        groups: Samples that may run together.
-        largest: As in ``divide``.
-        smallest: The fewest samples that the model can run.
-
-    Raises:
-        InvalidArgument: ``weigh`` gave no count, or a sample has another length once it is trimmed.
-    """
+    """Cut groups into the fewest micro-batches, of sizes as equal as possible."""
     micro_batches: list[MicroBatch] = []
     for group in groups:
         start = 0
@@ -154,11 +121,7 @@ def find_bound(plan: Plan) -> int | None:
 
 
 def refuse_larger_micro_batches(groups: Iterable[Group], most: int, smallest: int, model: nn.Module) -> None:
-    """Refuse samples that can only be cut into micro-batches larger than the user's ``max_micro_batch``.
-
-    Raises:
-        DoesNotFit: A batch cannot be cut otherwise without a micro-batch below ``smallest``.
-    """
+    """Refuse samples that can only be cut into micro-batches larger than the user's ``max_micro_batch``."""
     for group in groups:
         least = least_size(len(group.rows), smallest)
         if least > most:

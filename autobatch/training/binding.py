@@ -32,11 +32,7 @@ _NOT_COMPARED = {"params", "foreach", "fused", "capturable"}
 
 
 def check_plan(plan: Any, weigh: Any) -> None:
-    """Refuse an object that is not a plan, or a plan that was made with ``weigh`` if the Runner has none.
-
-    Raises:
-        InvalidArgument: It cannot be used.
-    """
+    """Refuse an object that is not a plan, or a plan that was made with ``weigh`` if the Runner has none."""
     if not isinstance(plan, Plan):
         if isinstance(getattr(plan, "plan", None), Plan) or type(plan).__name__ == "Prediction":
             raise InvalidArgument(f"plan is {name_type(plan)}: pass prediction.plan, which is None if nothing fits")
@@ -46,11 +42,7 @@ def check_plan(plan: Any, weigh: Any) -> None:
 
 
 def check_rank(plan: Plan, rank: int, size: int) -> None:
-    """Refuse a plan of another number of ranks, or another rank's.
-
-    Raises:
-        InvalidArgument: Each rank has to run its own part of a plan for all.
-    """
+    """Refuse a plan of another number of ranks, or another rank's."""
     if plan.world_size != size:
         ranks, running = plural(plan.world_size, "rank"), "1 is" if size == 1 else f"{size} are"
         raise InvalidArgument(f"the plan is for {ranks}, and {running} running: run fit() again")
@@ -72,21 +64,6 @@ def make_accumulation(
     keep: Sequence[Any],
     backward: Backward | None,
 ) -> Accumulation:
-    """The accumulation of a Runner's steps.
-
-    Args:
-        plan: For the smallest micro-batch, and whether sums are in float32.
-        workload: Model, step, weights, optimizer.
-        device: Runs the micro-batches.
-        is_sharded: Whether the ranks run their micro-batches in lockstep.
-        division: How batches become groups of samples.
-        scaler: Scales each loss.
-        keep: The user's objects, checked.
-        backward: The user's own function in place of ``loss.backward()``.
-
-    Raises:
-        InvalidArgument: ``backward`` cannot be called, or there is a scaler where parameters are sharded.
-    """
     return (LockstepAccumulation if is_sharded else Accumulation)(
         workload,
         device,
@@ -132,9 +109,6 @@ def refuse_unlike_bindings(gathered: Sequence[Mapping[str, Any]], ranks: Ranks |
 
     Values are compared bit for bit if all ranks compute on the same kind of device. Unlike devices round differently,
     so their parameters move apart by a little in any training.
-
-    Raises:
-        InvalidArgument: On every rank.
     """
     are_alike = len({one[_DEVICE] for one in gathered}) < 2
     left_out = (_DEVICE,) if are_alike else (_DEVICE, *_HELD)
@@ -175,7 +149,6 @@ def _describe_state(optimizer: Any | None) -> str:
 
 
 def _describe_scheduler(scheduler: Any) -> str:
-    """Describe its type and its state."""
     state = scheduler.state_dict() if is_instance_with(scheduler, "state_dict") else {}
     digest = hashlib.sha256(repr(_read_setting(state)).encode()).hexdigest()[:8]
     return f"{type(scheduler).__name__} {digest}"

@@ -15,8 +15,6 @@ from autobatch.errors import InvalidArgument
 from autobatch.step.workload import leaves_of_graph
 from autobatch.undo.gradients import NARROW
 
-__all__ = ["Backward", "GivenBackward"]
-
 Backward = Callable[[torch.Tensor], object]
 """Called with a scalar loss in place of ``loss.backward()``; what it returns is passed over."""
 
@@ -25,15 +23,6 @@ class GivenBackward:
     """Calls the user's function, once a micro-batch, and counts the backward passes that begin at the loss."""
 
     def __init__(self, function: Backward, *, is_scaled: bool) -> None:
-        """Trust nothing yet.
-
-        Args:
-            function: The user's.
-            is_scaled: Whether losses arrive scaled, so that the function may not scale them again.
-
-        Raises:
-            InvalidArgument: It cannot be called.
-        """
         if not callable(function) or isinstance(function, type):
             shown = show_value(function) if isinstance(function, str | int | float) else name_type(function)
             raise InvalidArgument(
@@ -42,12 +31,7 @@ class GivenBackward:
         self._function, self._is_scaled, self._factor_is_known = function, is_scaled, False
 
     def __call__(self, loss: torch.Tensor) -> None:
-        """Call it.
-
-        Raises:
-            InvalidArgument: It ran no backward pass from this loss or several, left no gradient, added to a narrow one
-                itself, or divided the loss.
-        """
+        """Call it, and refuse it if it makes another gradient."""
         arrived: list[torch.Tensor] = []
         loss.register_hook(arrived.append)
         # In the first pass alone: going through the graph takes as long as a forward pass.

@@ -34,7 +34,6 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        """Nothing has run yet."""
         self.passes, self.samples, self.calls = 0, 0, 0
         self._is_resumed = False
 
@@ -54,11 +53,7 @@ class Progress:
             self.passes, self.samples = self.passes + 1, 0
 
     def check_call(self, call: int) -> None:
-        """Refuse to continue a call of ``run`` after another one has begun: both would count in one place.
-
-        Raises:
-            InvalidArgument: Another call has begun.
-        """
+        """Refuse to continue a call of ``run`` after another one has begun: both would count in one place."""
         if call != self.calls:
             raise InvalidArgument("another call of run() has begun since: finish one pass before the next one begins")
 
@@ -73,15 +68,6 @@ class Pass:
     def __init__(
         self, loader: Iterable[Any], progress: Progress, share: int, read: Callable[[Any], Layout], device: torch.device
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            loader: Yields batches.
-            progress: How many samples an earlier run has used of this pass.
-            share: Samples of this rank in a full step.
-            read: Describes a batch.
-            device: Device of the steps; its generator is restored after samples were skipped.
-        """
         sampler = getattr(loader, "batch_sampler", None)
         self._to_skip = progress.samples
         if isinstance(sampler, ShareSampler) and sampler.first_batch:  # it was resumed, and begins there itself
@@ -93,11 +79,7 @@ class Pass:
         self._rest: Layout | None = None
 
     def take(self) -> list[Layout]:
-        """Read the samples of the next step; fewer where the loader ends.
-
-        Raises:
-            InvalidArgument: The loader has fewer samples than an earlier run has used.
-        """
+        """Read the samples of the next step; fewer where the loader ends."""
         if not self.has_begun:
             self._begin()
         taken, missing = list[Layout](), self._share
@@ -146,9 +128,6 @@ def refuse_unlike(layout: Layout, dims: Mapping[str, int]) -> Layout:
     """Return a batch of a loader, unless no tensor in it stands where one with as many dimensions was in the example.
 
     Such are single samples, which would be taken for batches, and the tensors of one batch, for several batches.
-
-    Raises:
-        InvalidArgument: No tensor has as many dimensions as in the example.
     """
     found = dims_of(layout)
     if found and dims and not found.items() & dims.items():
@@ -166,17 +145,11 @@ def _show(dims: Mapping[str, int]) -> str:
 
 
 def count_samples(layouts: Iterable[Layout]) -> int:
-    """Count the samples of all batches."""
     return sum(map(_COUNT, layouts))
 
 
 def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout], int]:
-    """Read this rank's samples of a step; returns also how many all ranks have.
-
-    Raises:
-        RankFailed: Another rank's loader raised an error, or the ranks made different calls.
-        InvalidArgument: Another rank begins a pass, and this one is in the middle of one.
-    """
+    """Read this rank's samples of a step; returns also how many all ranks have."""
     is_first = not reading.has_begun
     with Agreement(ranks.channel, f"step {step}", ranks.number) as agreement:
         layouts = reading.take()
@@ -191,11 +164,7 @@ def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout],
 
 
 def check_loader(loader: Any, epochs: Any) -> None:
-    """Refuse what gives no batches, and a number of epochs that cannot be run.
-
-    Raises:
-        InvalidArgument: ``loader`` is a batch or a dataset, or cannot be read ``epochs`` times.
-    """
+    """Refuse what gives no batches, and a number of epochs that cannot be run."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise InvalidArgument(
             f"run() takes a loader, and {name_type(loader)} is a dataset: pass plan.loader(dataset) or "

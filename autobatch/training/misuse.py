@@ -40,15 +40,6 @@ class BatchWatch:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], batches: Sequence[Any] = ()) -> None:
-        """Note how often each tensor was written into.
-
-        Args:
-            tensors: The batches' tensors.
-            batches: Batches in which NumPy arrays are watched too.
-
-        Raises:
-            InvalidArgument: A tensor is on the meta device, or carries a graph, from which micro-batches are cut off.
-        """
         for tensor in tensors:
             if tensor.is_meta:
                 refuse_meta(tensor)
@@ -61,14 +52,9 @@ class BatchWatch:
         self._arrays = [(array, array.copy()) for array in arrays]
 
     def refuse_writes(self, copied: Saved, *, stays: bool) -> None:
-        """Refuse a step that wrote into its batch; arrays are restored.
+        """Refuse a step that wrote into its batch. Arrays are restored.
 
-        Args:
-            copied: Memory that was copied before the step wrote into it, so that it can be restored.
-            stays: Whether the user sees the batch, in which other writes stay.
-
-        Raises:
-            InvalidArgument: It did.
+        ``copied`` is memory that can be restored; what else was written ``stays`` where the user sees the batch.
         """
         written = [array for array, copy in self._arrays if array.tobytes() != copy.tobytes()]
         for array, copy in self._arrays if written else ():
@@ -93,15 +79,10 @@ class GradientWatch:
         self._before = self._read()
 
     def _read(self) -> list[tuple[torch.Tensor | None, int]]:
-        gradients = [*(parameter.grad for parameter in self._parameters), *self._sums.tensors()]
+        gradients = [*(parameter.grad for parameter in self._parameters), *self._sums.by_parameter.values()]
         return [(gradient, -1 if gradient is None else gradient._version) for gradient in gradients]
 
     def refuse_change(self) -> None:
-        """Refuse a step that has changed a gradient.
-
-        Raises:
-            InvalidArgument: It has.
-        """
         now = self._read()
         same = len(now) == len(self._before) and all(
             new is old and count == before for (new, count), (old, before) in zip(now, self._before, strict=True)
@@ -135,7 +116,6 @@ class StepSizes:
     """
 
     def __init__(self, planned: int) -> None:
-        """Begin before the first step."""
         self.planned, self.last, self._has_reported = planned, 0, False
 
     def surprise(self, samples: int) -> bool:
@@ -158,7 +138,6 @@ class SteppedObjects:
     """
 
     def __init__(self, optimizers: Sequence[Any], scaler: Any | None, schedulers: Sequence[Any]) -> None:
-        """Watch these."""
         self._has_reported = False
         watched: list[tuple[Any, _Read, str]] = [
             *((one, _read_scheduler, "scheduler.step()") for one in schedulers),

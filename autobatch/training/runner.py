@@ -1,4 +1,4 @@
-"""Applies a plan, step after step. ``_run_step`` tells the story of one step.
+"""Applies a plan, step after step. ``_run_once`` tells the story of one step.
 
 1. Record everything that the step may change.
 2. Cut the batch into micro-batches; run forward and backward of each.
@@ -208,7 +208,7 @@ class StepRunner:
             layouts = self._describe([*batches], update=update, is_cut=is_cut)
             buckets = () if self._ranks is None else self._ranks.reduction.buckets()
             with self._memory.limit(self.steps, layouts, buckets):
-                done = self._run_allowed(layouts, shared, update=update)
+                done = self._run_step(layouts, shared, update=update)
             ranks = () if shared is None else self._end(shared, done)
             step, self.steps = self.steps, self.steps + (done is not None)
         except BaseException as error:
@@ -226,25 +226,21 @@ class StepRunner:
             return self._skip(layouts, started)
         return self._report(step, done, shared, ranks, started, update=update)
 
-    def _run_allowed(
-        self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
-    ) -> AccumulationState | None:
-        """Run a step; if the model refuses a micro-batch of one sample, run it again without such."""
-        try:
-            return self._run_step(layouts, shared, update=update)
-        except Exception as error:
-            if not self._needs_two_samples(error):
-                raise
-        return self._run_step(layouts, shared, update=update)  # only now has the traceback let go of tensors
-
     def _run_step(
         self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
     ) -> AccumulationState | None:
-        """Run one step: all of it, or nothing happened.
+        """Run a step. If the model refuses a micro-batch of one sample, run it again without such."""
+        try:
+            return self._run_once(layouts, shared, update=update)
+        except Exception as error:
+            if not self._needs_two_samples(error):
+                raise
+        return self._run_once(layouts, shared, update=update)  # only now has the traceback let go of tensors
 
-        Returns:
-            The loss and the sizes; ``None`` where no sample counts for anything, so that a mean has no value.
-        """
+    def _run_once(
+        self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
+    ) -> AccumulationState | None:
+        """Run one step: all of it, or nothing happened. ``None``: no sample counts, so that a mean has no value."""
         accumulation, pace, handled = self._accumulation, self._memory.pace, sys.exc_info()[1]
         undo = accumulation.record()  # before anything moves
         try:
@@ -255,12 +251,10 @@ class StepRunner:
                 # Only now, after the ``except`` block in attempt(), has the traceback let go of the step's tensors.
                 undo.restart()
                 accumulation.cut_again(progress, self._memory.after_shortage(self.steps, shortage))
-            if progress.loss.value is not None or shared is not None:
-                accumulation.complete(progress, undo, shared)
+            accumulation.complete(progress, undo, shared)
             if progress.loss.value is not None:
                 self._finish(undo, shared, update=update)
                 return progress
-            reason = ""
         except BaseException as error:
             if undo.is_released:  # the commit was made
                 raise
@@ -269,9 +263,10 @@ class StepRunner:
                 accumulation.undo(undo)
                 raise
             reason = describe_error(error, handled=handled)
-        accumulation.undo(undo)
-        if not reason:
+        else:
+            accumulation.undo(undo)
             return None
+        accumulation.undo(undo)
         self._device.reclaim()
         raise DoesNotFit(
             f"ran out of memory after the last backward pass, before the update ({reason}); the step was undone: free "
@@ -300,7 +295,7 @@ class StepRunner:
         try:
             applied.apply(self.steps)
         finally:
-            self._workload.drop_gradients()
+            self._accumulation.drop_gradients()
 
     def _report(
         self,

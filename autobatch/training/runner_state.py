@@ -19,53 +19,30 @@ from autobatch.plan import Plan
 from autobatch.planning.pacing import Ceiling, Pace, Reason
 from autobatch.records import Record, spell_invalid
 
-__all__ = ["RunnerState", "read_state"]
-
 
 class RunnerState(Record):
-    """State from which a Runner continues.
-
-    Attributes:
-        version: Version of this form.
-        target_batch: The plan's, as the five that follow.
-        samples: Number of samples in this rank's share.
-        micro_batch_size: The largest.
-        rank: Rank of the process.
-        world_size: Number of ranks.
-        smallest_micro_batch: Fewest samples that the model can run, as far as it is known.
-        steps: Committed steps.
-        passes: Number of passes over a loader that ``run`` has finished.
-        pass_samples: Number of samples of the present pass that committed steps have used.
-        size: The most samples in a micro-batch of the next step.
-        batch_lists: Content of each list of a batch, by path.
-        reason: Why it last changed.
-        ceiling: Largest size that runs since the plan's size failed.
-        clean_steps: Steps at this size without trouble, as far as they are counted.
-        thrashed_steps: In a row, up to now.
-        counted_per_sample: Divisor of the last step's losses, for each sample, if it stated its count.
-    """
+    """State from which a Runner continues, with what identifies its plan."""
 
     version: Literal[1]
     target_batch: Target
-    samples: Target | Literal[0]
+    samples: Target | Literal[0]  # in this rank's share
     micro_batch_size: Samples
     rank: Count
     world_size: Count
-    smallest_micro_batch: Samples
+    smallest_micro_batch: Samples  # that the model can run, as far as it is known
     steps: Count
-    size: Samples
-    batch_lists: dict[str, ListReading]
-    passes: Count = 0
-    pass_samples: Count = 0
-    reason: Reason | None = None
-    ceiling: Ceiling | None = None
-    clean_steps: Count = 0
-    thrashed_steps: Count = 0
-    counted_per_sample: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = 0.0
+    size: Samples  # the most samples in a micro-batch of the next step
+    batch_lists: dict[str, ListReading]  # content of each list of a batch, by path
+    passes: Count = 0  # over a loader that ``run`` has finished
+    pass_samples: Count = 0  # that committed steps of the present pass have used
+    reason: Reason | None = None  # why the size last changed
+    ceiling: Ceiling | None = None  # largest size that runs since the plan's size failed
+    clean_steps: Count = 0  # at this size without trouble, as far as they are counted
+    thrashed_steps: Count = 0  # in a row, up to now
+    counted_per_sample: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = 0.0  # of the last step's losses
 
     @classmethod
     def of(cls, plan: Plan, pace: Pace, **learnt: Any) -> RunnerState:
-        """The state of a Runner of this plan, between two steps."""
         return cls(
             version=1,
             target_batch=plan.target_batch,
@@ -95,11 +72,6 @@ class RunnerState(Record):
 
 
 def read_state(state: Any, plan: Plan) -> RunnerState:
-    """The state of a Runner of this plan.
-
-    Raises:
-        InvalidArgument: It is not such a state, or it is another plan's.
-    """
     if not isinstance(state, Mapping) or "version" not in state:
         raise InvalidArgument(f"state={show_value(state)}: pass what state_dict() of a Runner returned")
     if type(state["version"]) is not int or state["version"] != 1:

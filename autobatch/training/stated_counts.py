@@ -53,11 +53,9 @@ class StatedCounts:
     """
 
     def __init__(self) -> None:
-        """Begin before the first step."""
         self.is_due, self._begun, self._has_warned = False, 0, False
 
     def begin(self) -> None:
-        """Begin a step."""
         self._begun += 1
         self.is_due = self._begun.bit_count() == 1
 
@@ -98,13 +96,7 @@ def find_doubtful(stated: Sequence[Stated]) -> list[Stated]:
 def check_counts(doubtful: Sequence[Stated], smallest: int, ask: Ask) -> str:
     """Compare the count of the most doubtful micro-batch with that of its halves, or of it and its neighbour together.
 
-    Args:
-        doubtful: From ``find_doubtful``.
-        smallest: Fewest samples that the model can run.
-        ask: Runs the step again.
-
-    Returns:
-        The error's text; empty if the counts add up, or differ each time.
+    Return the error's text; it is empty if the counts add up, or differ each time.
     """
     if not doubtful:
         return ""

@@ -40,11 +40,7 @@ logger = logging.getLogger("autobatch")
 
 
 def check_hooks(hooks: Any) -> tuple[Hook, ...]:
-    """The hooks as a tuple; what cannot be called is refused before the first step.
-
-    Raises:
-        InvalidArgument: One of them cannot be called, or they are not a sequence of hooks.
-    """
+    """The hooks as a tuple; what cannot be called is refused before the first step."""
     found = (hooks,) if isinstance(hooks, str) or not isinstance(hooks, Iterable) else tuple(hooks)
     for hook in found:
         if not callable(hook) or isinstance(hook, type):
@@ -73,13 +69,6 @@ class StepEvents:
     """The events of one plan's steps, for the log and for the user's hooks."""
 
     def __init__(self, plan: Plan, hooks: Sequence[Hook], recorder: StepRecorder | None = None) -> None:
-        """Emit to these hooks.
-
-        Args:
-            plan: The plan of the steps.
-            hooks: Called with every event.
-            recorder: Writes the run into the ledger; called with every event but those of finished steps.
-        """
         self._plan, self._listeners, self._recorder = plan, hooks, recorder
         self._hooks = hooks if recorder is None else (*hooks, recorder)
         self._planned = sum(plan.micro_batch_sizes)
@@ -87,7 +76,6 @@ class StepEvents:
         self._inexact = "" if plan.verdict is None else "; ".join(plan.verdict.causes)
 
     def report_plan(self, model: nn.Module, optimizer: Any | None, device: DeviceInfo) -> None:
-        """Warn of a plan of another model, optimizer or device."""
         name = type(unwrap_model(model)).__name__
         identity = identify_model(model, optimizer)
         differing = (
@@ -98,7 +86,6 @@ class StepEvents:
             emit(PlanDiffers(plan_id=self._plan.id, differences=differing, **self._of), self._hooks)
 
     def report_size(self, step: int, samples: int, *, can_run: bool) -> None:
-        """Warn of another number of samples than planned."""
         sizes = {"samples": samples, "planned": self._planned, "target_batch": self._plan.target_batch}
         emit(BatchDiffers(step=step, can_run=can_run, **sizes, **self._of), self._hooks)
 
@@ -111,7 +98,6 @@ class StepEvents:
         emit(GradientsFound(step=step, **self._of), self._hooks)
 
     def report_retry(self, step: int, shortage: Shortage, new_size: int, used_bytes: int) -> None:
-        """Report a shortage of memory, and the next size."""
         retried = Retried(
             step=step,
             failed_size=shortage.failed_size,
@@ -125,7 +111,6 @@ class StepEvents:
         emit(retried, self._hooks)
 
     def report_pace(self, step: int, old_size: int, pace: Pace) -> None:
-        """Report a new size from one step to the next."""
         inexact = self._inexact if pace.size < old_size else ""
         change = SizeChanged(
             step=step, old_size=old_size, new_size=pace.size, reason=str(pace.reason), inexact=inexact, **self._of
@@ -133,7 +118,6 @@ class StepEvents:
         emit(change, self._hooks)
 
     def report_skip(self, step: int, samples: int) -> None:
-        """Report a step whose weights are all 0."""
         emit(StepSkipped(step=step, samples=samples, **self._of), self._hooks)
 
     def report_failed(self, step: int, error: BaseException) -> None:

@@ -44,7 +44,6 @@ class StepMemory:
     """
 
     def __init__(self, plan: Plan, workload: Workload, device: Device, division: Division, events: StepEvents) -> None:
-        """Begin with the plan's size."""
         self._plan, self._workload, self._device, self._division, self._events = (
             plan,
             workload,
@@ -73,13 +72,7 @@ class StepMemory:
     def limit(
         self, step: int, layouts: Sequence[Layout], buckets: Sequence[torch.Tensor]
     ) -> AbstractContextManager[None]:
-        """Enforce the budget and measure the peak; on a CPU, where that takes time, not in every step.
-
-        Args:
-            step: Number of the step.
-            layouts: Its batches.
-            buckets: Memory in which the ranks' gradients are summed.
-        """
+        """Enforce the budget and measure the peak; on a CPU, where that takes time, not in every step."""
         self._has_thrashed = False
         is_first = step - self.first_step < _FIRST_STEPS
         self._free.is_counted = is_first or self._plan.budget_passed or not isinstance(self._device, CpuDevice)
@@ -118,19 +111,10 @@ class StepMemory:
         return self.pace.size
 
     def check_update(self) -> None:
-        """Refuse an update that does not fit, while the step can still be undone.
-
-        Raises:
-            DoesNotFit: The memory is not free, even after all caches were given back.
-        """
+        """Refuse an update that does not fit, while the step can still be undone."""
         self._free.check_update()
 
     def after_shortage(self, step: int, shortage: Shortage) -> int:
-        """Return the size of the next attempt.
-
-        Raises:
-            DoesNotFit: The micro-batch that ran out of memory cannot be smaller.
-        """
         self._device.reclaim()
         if not shortage.failed_size:  # another rank ran out of memory
             return self.pace.size
@@ -157,20 +141,12 @@ class StepMemory:
 
 
 def _explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan, model: nn.Module) -> str:
-    """Explain why a step does not fit if its micro-batch cannot be smaller.
-
-    Args:
-        step: Its number.
-        shortage: The micro-batch that ran out of memory.
-        used_bytes: Bytes that were held before it.
-        plan: The plan, for its budget.
-        model: The model, for the layers that need more than one sample.
-    """
+    """Explain why a step does not fit if its micro-batch cannot be smaller."""
     size = shortage.failed_size
     samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
     reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(model)}"
     return (
         f"step {step} ran out of memory {PHASES[shortage.ended_in]} at a micro-batch of {samples}; "
         f"{format_bytes(used_bytes)} of a budget of {format_bytes(plan.budget_bytes)} were held before it; {reason}; "
-        f"everything is as before the step: free memory or give fit() a larger budget="
+        f"the step was undone: free memory or give fit() a larger budget="
     )

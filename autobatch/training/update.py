@@ -66,7 +66,6 @@ class Update:
     _scale: float = 0.0
 
     def __post_init__(self) -> None:
-        """Look inside the wrappers once."""
         self._inner = unwrap_optimizer([*self.optimizers])
 
     def prepare(self) -> None:
@@ -80,21 +79,13 @@ class Update:
         self._scale = self._scale_and_clip() if self.scaler is not None or self.max_grad_norm is not None else 0.0
 
     def cancel(self) -> None:
-        """Undo ``prepare``."""
         forget_state(self._inner, self._made)
         for optimizer, entry in zip(self.optimizers, self._entries, strict=False):
             _write_entry(self.scaler, optimizer, entry)
         self._made, self._entries = [], []
 
     def apply(self, step: int) -> None:
-        """Step the optimizers, then the scaler and the schedulers.
-
-        Args:
-            step: Number of the step.
-
-        Raises:
-            CannotRetry: The optimizer's step ran out of memory.
-        """
+        """Step the optimizers, then the scaler and the schedulers."""
         stepped, reason, handled = False, None, sys.exc_info()[1]
         try:
             for optimizer in self.optimizers:
@@ -158,11 +149,7 @@ def _note_update(error: BaseException, *, stepped: bool) -> None:
 
 
 def check_options(scaler: Any, max_grad_norm: Any, schedulers: Sequence[Any], *, has_optimizer: bool) -> None:
-    """Refuse options that an update cannot use.
-
-    Raises:
-        InvalidArgument: One of them is of the wrong kind, or cannot mean anything.
-    """
+    """Refuse options that an update cannot use."""
     if scaler is not None and not is_instance_with(scaler, "scale", "unscale_", "step", "update", "get_scale"):
         raise InvalidArgument(f"scaler is {name_type(scaler)}: pass a torch.amp.GradScaler")
     if max_grad_norm is not None and not _is_norm(max_grad_norm):
@@ -222,7 +209,6 @@ def _write_entry(scaler: Any, optimizer: Any, entry: dict[str, Any] | None) -> N
 
 
 def explain_no_retry(step: int, plan: Plan) -> str:
-    """End the message of an update that ran out of memory."""
     return (
         f"so step {step} was not retried; load your last checkpoint and give fit() the optimizer and more headroom= "
         f"than {format_bytes(plan.headroom_bytes)}"
@@ -234,9 +220,6 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
 
     Each of torch's optimizers does this first in ``step`` (``_init_group`` in ``torch/optim/*.py``). Nothing is
     counted, so the step that follows is the first one, bit for bit.
-
-    Returns:
-        The parameters that had no entry before; to undo, pass them to ``forget_state``.
     """
     made: list[torch.Tensor] = []
     try:
@@ -270,7 +253,6 @@ def _makes_state_first(kind: type) -> bool:
 
 
 def forget_state(optimizer: Any, parameters: list[torch.Tensor]) -> None:
-    """Take these parameters' entries out again."""
     for member in members_of(optimizer):
         if _makes_state_first(type(member)):  # type: ignore[arg-type]  # mypy: a type is not hashable
             for parameter in parameters:
@@ -283,12 +265,7 @@ def count_state(optimizer: Any) -> int:
 
 
 def is_making_state(optimizer: Any, before: int) -> bool:
-    """Whether a step that failed was making the optimizer's state.
-
-    Args:
-        optimizer: After the failure, with the gradients of that step.
-        before: ``count_state`` before the step.
-    """
+    """Whether a step that failed was making the optimizer's state."""
     if isinstance(optimizer, SeveralOptimizers):
         return any(map(_lacks_momentum, optimizer.members)) or count_state(optimizer) > before
     if isinstance(optimizer, torch.optim.SGD):  # it writes buffers down after all are made (torch/optim/sgd.py)

@@ -60,14 +60,6 @@ class StepLoss:
         counted_per_sample: float = 0.0,
         is_scaled: bool = False,
     ) -> None:
-        """Sum the weights of a step's micro-batches.
-
-        Args:
-            micro_batches: All of the step.
-            weighed: Whether ``weigh`` gave the weights; else they are numbers of samples.
-            counted_per_sample: Count of the last step's losses, for each sample; 0 if it stated none.
-            is_scaled: Whether losses are scaled before their backward passes.
-        """
         self._weighed, self._per_sample, self._is_scaled = weighed, counted_per_sample, is_scaled
         self._is_shared = False
         self.common_unit: float | None = None
@@ -99,7 +91,6 @@ class StepLoss:
         self.common_unit = _power_of_two_near(self.weights.get("") or self.samples or 1)
 
     def restart(self) -> None:
-        """Count nothing as done."""
         self.value: torch.Tensor | None = None
         self.unit: float | None = None
         self.counted, self._has_stated_none = 0.0, False
@@ -107,15 +98,7 @@ class StepLoss:
     def divide(self, micro_batch: MicroBatch, loss: Any) -> DividedLoss | None:
         """Divide the losses of a micro-batch, such that those of all micro-batches add up to the step's loss.
 
-        Args:
-            micro_batch: The one that was run.
-            loss: The step's return value for it.
-
-        Returns:
-            ``None`` where the step states a count of 0.
-
-        Raises:
-            InvalidArgument: It is not a loss; or its counts or terms contradict those of ``weigh``, or need ``weigh``.
+        Return ``None`` if the step states a count of 0.
         """
         total = self.weights.get("")
         if total and type(loss) is torch.Tensor and loss.dtype in _WIDE and not loss.ndim and loss.requires_grad:
@@ -123,11 +106,7 @@ class StepLoss:
         return self._divide_terms(micro_batch, read_terms(loss))
 
     def add(self, divided: DividedLoss | None) -> None:
-        """Add a micro-batch's part, after its backward pass; ``None``: the step states a count of 0.
-
-        Raises:
-            InvalidArgument: The step states a count for one micro-batch and none for another.
-        """
+        """Add a micro-batch's part, after its backward pass; ``None``: the step states a count of 0."""
         if divided is None:
             self._has_stated_none = True
         else:
@@ -243,11 +222,6 @@ def _check_count(term: Term, weight: float) -> None:
 
 
 def sum_weights(micro_batches: Iterable[MicroBatch]) -> dict[str, float]:
-    """Return the total of each term.
-
-    Raises:
-        InvalidArgument: ``weigh`` named other terms for one micro-batch than for another.
-    """
     weights = [micro_batch.weights for micro_batch in micro_batches]
     for other in weights[1:]:
         if other.keys() != weights[0].keys():
@@ -259,11 +233,7 @@ def sum_weights(micro_batches: Iterable[MicroBatch]) -> dict[str, float]:
 
 
 def check_additive(micro_batches: Sequence[MicroBatch], smaller: Sequence[MicroBatch]) -> None:
-    """Refuse a ``weigh`` under which the same samples weigh differently when they are cut differently.
-
-    Raises:
-        InvalidArgument: The totals differ.
-    """
+    """Refuse a ``weigh`` under which the same samples weigh differently when they are cut differently."""
     whole, parts = sum_weights(micro_batches), sum_weights(smaller)
     for name in whole:
         if not math.isclose(whole[name], parts.get(name, math.nan), rel_tol=1e-5):

@@ -50,12 +50,7 @@ class Contents:
     """
 
     def __init__(self, roots: Iterable[Any] = (), *, whole: bool = False) -> None:
-        """Record everything below these objects.
-
-        Args:
-            roots: Objects to begin with.
-            whole: Whether to look into containers and arrays of any size, as in objects that the user has named.
-        """
+        """Record everything below these objects; ``whole``: in containers and arrays of any size, too."""
         self.tensors: list[torch.Tensor] = []
         self.modules: list[nn.Module] = []
         self._whole, self._seen = whole, set[int]()
@@ -65,19 +60,21 @@ class Contents:
 
     def add(self, waiting: list[Any]) -> list[nn.Module]:
         """Record everything below more objects; return the modules that are reached for the first time."""
-        seen, reached = self._seen, len(self.modules)
+        seen, copies, tensors, reached = self._seen, self._copies, self.tensors, len(self.modules)
         for value in waiting:  # grows while it is read
             kind = KINDS[type(value)]
-            if kind == "plain" or id(value) in seen:
+            if kind == "plain":
                 continue
-            seen.add(id(value))
+            if (key := id(value)) in seen:
+                continue
+            seen.add(key)
             if kind == "tensor":
-                self.tensors.append(value)
+                tensors.append(value)
             elif kind == "container":
                 copy = dict(value) if isinstance(value, dict) else [*value]
-                self._copies.append((value, copy))
+                copies.append((value, copy))
                 if self._whole or len(copy) <= MOST_ENTRIES:
-                    waiting += copy.values() if isinstance(copy, dict) else copy
+                    waiting += copy.values() if type(copy) is dict else copy
             elif kind == "module":
                 self.modules.append(value)
             elif kind == "value":
@@ -105,7 +102,6 @@ class Contents:
         return changed | {id(value) for value, state in self._values if not _has_value(value, state)}
 
     def has(self, container: Any) -> bool:
-        """Return whether it was recorded."""
         return id(container) in self._seen
 
 

@@ -24,18 +24,15 @@ class EarlierGradients:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Note every ``.grad``; nothing is moved yet."""
         self.parameters = parameters
         self.gradients: Sequence[torch.Tensor | None] = [parameter.grad for parameter in parameters]
         self.are_there = any(gradient is not None for gradient in self.gradients)
 
     def set_aside(self) -> None:
-        """Set every ``.grad`` to ``None``."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def restore(self) -> None:
-        """Put every ``.grad`` back."""
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
 
@@ -78,12 +75,12 @@ class Float32Sums:
     8e-5. A sum takes 4 bytes a parameter.
 
     Attributes:
+        by_parameter: The sums.
         hooks: On the parameters whose gradients are summed.
     """
 
     def __init__(self) -> None:
-        """Nothing is summed before ``begin``."""
-        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self.by_parameter: dict[torch.Tensor, torch.Tensor] = {}
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -99,63 +96,52 @@ class Float32Sums:
     @torch.no_grad()
     def _add(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None  # noqa: S101 - narrows for mypy: torch calls this when it has written .grad
-        total, gradient = self._sums.get(parameter), parameter.grad
+        total, gradient = self.by_parameter.get(parameter), parameter.grad
         if total is None:
-            self._sums[parameter] = gradient.float()
+            self.by_parameter[parameter] = gradient.float()
         elif not total.is_sparse:
             total.add_(gradient)
         elif gradient.is_sparse:
-            self._sums[parameter] = (total + gradient.float()).coalesce()
+            self.by_parameter[parameter] = (total + gradient.float()).coalesce()
         else:
-            self._sums[parameter] = gradient.float().add_(total)
+            self.by_parameter[parameter] = gradient.float().add_(total)
         parameter.grad = None
 
-    def take_in(self, parameters: Sequence[torch.Tensor]) -> None:
+    def add_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Add and drop the gradients of narrow parameters whose hooks torch does not call."""
         for parameter in parameters:
             if parameter.grad is not None and gradient_dtype(parameter) in NARROW:
                 self._add(parameter)
 
     def clear(self) -> None:
-        """Drop all sums."""
-        self._sums.clear()
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The sums."""
-        return [*self._sums.values()]
+        self.by_parameter.clear()
 
     @torch.no_grad()
     def widen(self, times: int) -> None:
         """Let sparse sums have the rows of so many micro-batches; see ``widen``."""
-        self._sums = {parameter: widen(total, times) for parameter, total in self._sums.items()}
+        self.by_parameter = {parameter: widen(total, times) for parameter, total in self.by_parameter.items()}
 
     @torch.no_grad()
     def multiply(self, factor: float) -> None:
-        """All sums by one factor, before they are rounded."""
-        for total in self._sums.values():
+        for total in self.by_parameter.values():
             total.mul_(factor)
-
-    def take(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the sums by parameter, for somebody else to write."""
-        return self._sums
 
     @torch.no_grad()
     def write(self) -> None:
         """Each sum becomes its parameter's ``.grad``, rounded once; one after the other, so that both need not fit."""
-        while self._sums:
-            parameter, total = self._sums.popitem()
+        while self.by_parameter:
+            parameter, total = self.by_parameter.popitem()
             parameter.grad = total.to(gradient_dtype(parameter))
 
     def end(self) -> None:
         """Remove the hooks and drop what was not written."""
         for hook in self.hooks:
             hook.remove()
-        self._sums.clear()
+        self.by_parameter.clear()
         self.hooks = []
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of this parameter's ``.grad``."""
     return getattr(parameter, _DTYPE) or parameter.dtype
 
 
@@ -164,19 +150,11 @@ def join_sparse_rows(parameters: Sequence[torch.Tensor], sums: Float32Sums, wide
     """Add up equal rows in each sparse ``.grad``, such as those of ``nn.Embedding(sparse=True)``.
 
     torch appends each micro-batch's rows to the earlier ones (``accumulateGrad`` in
-    torch/csrc/autograd/functions/accumulate_grad.h).
-
-    Args:
-        parameters: After a micro-batch's backward pass.
-        sums: Float32 sums beside their gradients.
-        widen_to: Micro-batches of the step, if this one stands for all: gradients get as many rows as they may have;
-            see ``widen``. 0: rows are not added.
-
-    Returns:
-        Whether there are sparse gradients.
+    torch/csrc/autograd/functions/accumulate_grad.h). A micro-batch that imitates ``widen_to`` others gets the
+    rows of all, as in ``widen``. Return whether there are sparse gradients.
     """
     with_sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
-    if not with_sparse and not any(total.is_sparse for total in sums.tensors()):
+    if not with_sparse and not any(total.is_sparse for total in sums.by_parameter.values()):
         return False
     if widen_to:
         sums.widen(widen_to)

@@ -43,6 +43,13 @@ def deferred_interrupts() -> Iterator[None]:
             _is_deferring = False
 
 
+def restore_each(*parts: Callable[[], object]) -> None:
+    """Call these in order, without an interrupt between them. One that raises leaves none of the others out."""
+    with deferred_interrupts(), ExitStack() as rest:
+        for part in reversed(parts):
+            rest.callback(part)
+
+
 def _call(handlers: Mapping[int, Callable[[int, Any], Any]], came: Mapping[int, Any]) -> None:
     """Each handler whose signal came; of several that raise, Ctrl-C's error comes out."""
     with ExitStack() as calls:

@@ -32,7 +32,6 @@ class ModuleState:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Record them and all modules below them."""
         self._contents = Contents()
         self._attributes: list[dict[str, Any]] = []
         was_enabled = gc.isenabled()
@@ -107,11 +106,6 @@ class ModuleState:
     def storages(self) -> set[int]:
         """Storages (``_cdata``) to which the tensors referred, and those to which they refer now."""
         return {s._cdata for tensor in (*self._headers.aliases, *self.tensors) for s in storages_of(tensor)}
-
-    def release(self) -> None:
-        """Drop every reference; nothing can be restored from here on."""
-        self.modules, self._classes, self._attributes, self._contents = [], [], [], Contents()
-        self.tensors, self.buffers, self._headers = [], [], _Headers([])
 
 
 class _Headers:

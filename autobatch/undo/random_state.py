@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["HostRandomState", "RandomState"]
-
 
 @dataclass(frozen=True)
 class HostRandomState:
@@ -30,12 +28,10 @@ class HostRandomState:
 
     @classmethod
     def capture(cls) -> HostRandomState:
-        """Record both as they are now."""
         numpy = sys.modules.get("numpy.random")  # while it is not loaded, nothing has seeded it
         return cls(random.getstate(), None if numpy is None else numpy.get_state(legacy=False))
 
     def restore(self) -> None:
-        """Restore both."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
@@ -47,17 +43,11 @@ class RandomState:
     __slots__ = ("_cpu", "_device", "_device_state", "_host")
 
     def __init__(self, device: torch.device) -> None:
-        """Record all generators as they are now.
-
-        Args:
-            device: The device whose generator is recorded.
-        """
         self._cpu, self._device = torch.get_rng_state(), device
         self._device_state = None if device.type == "cpu" else _read(device)
         self._host = HostRandomState.capture()
 
     def restore(self) -> None:
-        """Restore all generators, bit for bit."""
         torch.set_rng_state(self._cpu)
         if self._device_state is not None:
             torch.get_device_module(self._device).set_rng_state(self._device_state, *_which(self._device))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from autobatch._wrappers import is_optimizer, members_of, own_attributes, own_ta
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.torch_internals.storages import UNDISTURBED, lacks_memory, storages_of
 from autobatch.undo.contents import MOST_ENTRIES
-from autobatch.undo.interrupts import deferred_interrupts
+from autobatch.undo.interrupts import restore_each
 from autobatch.undo.module_state import ModuleState
 from autobatch.undo.random_state import RandomState
 from autobatch.undo.written_memory import Saved, WriteRecorder, WrittenMemory, put_storage
@@ -50,17 +49,8 @@ class TrainingState:
     ) -> None:
         """Record all of it, and remove the optimizer's step hooks until ``restore``: they are for training.
 
-        Args:
-            model: The model.
-            optimizer: Anything with ``param_groups``; optimizers inside it are recorded too.
-            device: The device whose random generator is recorded.
-            host_bytes: Host memory that copies may take before they go to a file.
-            outside: Other modules and tensors in the step's reach. Their values are copied only before a recorded
-                write, since a frozen teacher may be larger than the model.
-
-        Raises:
-            DoesNotFit: Neither host memory nor the disk has space for the copies.
-            InvalidArgument: A trained tensor is of a class that does not show where its values are.
+        Modules and tensors ``outside`` of the model are copied only before a recorded write: a frozen teacher may be
+        larger than the model. Copies beyond ``host_bytes`` go to a file.
         """
         self._of_model, self._of_optimizer = ModuleState([model]), ModuleState([_Holder(_attributes_of(optimizer))])
         self._of_others = ModuleState([_Holder([*outside])])
@@ -78,15 +68,12 @@ class TrainingState:
         self._optimizer = optimizer
         _remove_step_hooks(optimizer)
 
-    def record(self, apart: Iterable[torch.Tensor] = ()) -> WriteRecorder:
+    def record(self, uncopied: Iterable[torch.Tensor] = ()) -> WriteRecorder:
         """While the returned mode is active, copy memory before the first write into it.
 
         Takes about 10 us an operator. Meanwhile compiled code runs eagerly.
-
-        Args:
-            apart: Tensors that are not copied.
         """
-        return WriteRecorder(self._values.saved, WrittenMemory(), apart, self._values.copy)
+        return WriteRecorder(self._values.saved, WrittenMemory(), uncopied, self._values.copy)
 
     def rewind(self) -> None:
         """Restore values, generators and the model, and drop gradients. The optimizer keeps the state it has made."""
@@ -94,7 +81,6 @@ class TrainingState:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Set every recorded ``.grad`` to ``None``."""
         for tensor, _ in self._gradients:
             tensor.grad = None
 
@@ -104,19 +90,16 @@ class TrainingState:
         _remove_step_hooks(self._optimizer)
 
     def restore(self) -> None:
-        """Restore everything, bit for bit."""
-        with deferred_interrupts(), ExitStack() as parts:
-            parts.callback(self._of_optimizer.restore)
-            parts.callback(self._restore)
+        restore_each(self._restore, self._of_optimizer.restore)
 
     def _restore(self) -> None:
-        # An error in one of them leaves none of the others out; the last one is first.
-        with deferred_interrupts(), ExitStack() as parts:
-            parts.callback(self._random.restore)
-            parts.callback(self._values.restore)
-            parts.callback(self._restore_gradients)
-            parts.callback(self._of_others.restore)
-            parts.callback(self._of_model.restore)
+        restore_each(
+            self._of_model.restore,
+            self._of_others.restore,
+            self._restore_gradients,
+            self._values.restore,
+            self._random.restore,
+        )
 
     def _restore_gradients(self) -> None:
         self._of_gradients.restore()
@@ -127,13 +110,11 @@ class TrainingState:
                 (tensor._post_accumulate_grad_hooks or {}).clear()  # noqa: SLF001 - no public way
 
     def __enter__(self) -> TrainingState:
-        """Restore at the end of the block, also after an error."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restore, and drop the record."""
         try:
             self.restore()
         finally:
@@ -200,16 +181,6 @@ class HostCopies:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, host_bytes: int) -> None:
-        """Copy every distinct storage of the tensors once.
-
-        Args:
-            tensors: Tensors on any device.
-            host_bytes: Host memory that copies may take. More go to a temporary file, whose pages the kernel can write
-                out.
-
-        Raises:
-            DoesNotFit: The disk has not enough space either.
-        """
         self._host_bytes, self._total = host_bytes, 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.saved: Saved = {}
@@ -218,11 +189,7 @@ class HostCopies:
         self.saved.update({key: self._copy(storage, index) for index, (key, storage) in enumerate(storages.items())})
 
     def copy(self, storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all bytes of one more storage, and a copy of them.
-
-        Raises:
-            DoesNotFit: Neither host memory nor the disk has space for it.
-        """
+        """Return all bytes of one more storage, and a copy of them."""
         self._reserve(storage.nbytes())
         return self._copy(storage, len(self.saved))
 

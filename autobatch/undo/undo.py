@@ -9,7 +9,7 @@
 Invariants, asserted by the tests:
 
 - A step that runs out of memory at any operation ends, once it was run again, as one in its final micro-batches.
-- Nothing of size is allocated to restore: memory may be full.
+- Nothing of size is allocated to restore, since memory may be full; but objects in ``keep=`` get copies of their state.
 - Nothing of the step lives longer because of the record, once it is released.
 
 Not restored: attributes that a step sets on tensors that no module holds, and what it changes in other objects.
@@ -18,7 +18,6 @@ Not restored: attributes that a step sets on tensors that no module holds, and w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import nn
 from autobatch.errors import CannotRetry
 from autobatch.torch_internals.storages import storages_of
 from autobatch.undo.gradients import EarlierGradients
-from autobatch.undo.interrupts import deferred_interrupts
+from autobatch.undo.interrupts import restore_each
 from autobatch.undo.module_state import ModuleState
 from autobatch.undo.random_state import RandomState
 from autobatch.undo.user_objects import UserObjects, expand_objects
@@ -75,13 +74,9 @@ class Undo:
         self._objects = UserObjects([item for item in named if not isinstance(item, nn.Module)]) if named else None
         self.gradients, self.is_released = EarlierGradients(parameters), False
 
-    def watch(self, apart: Iterable[torch.Tensor] = ()) -> WriteRecorder:
-        """While the returned mode is active, copy memory before an operator writes into it; later records copy it too.
-
-        Args:
-            apart: Tensors that are not copied, such as gradients.
-        """
-        return WriteRecorder(self.memory, self._written, [*apart, *(buffer for buffer, _ in self._buffers)])
+    def watch(self, uncopied: Iterable[torch.Tensor] = ()) -> WriteRecorder:
+        """While the returned mode is active, copy memory before it is written into; later records copy it too."""
+        return WriteRecorder(self.memory, self._written, [*uncopied, *(buffer for buffer, _ in self._buffers)])
 
     def find_lost(self) -> list[torch.Tensor]:
         """Tensors that were written into and not copied, by torch's counts: they cannot be restored.
@@ -97,14 +92,7 @@ class Undo:
         return lost
 
     def refuse_lost(self, reason: str) -> None:
-        """Refuse to run a step again that wrote into memory without a copy.
-
-        Args:
-            reason: Why memory ran out.
-
-        Raises:
-            CannotRetry: The step did.
-        """
+        """Refuse to run a step again that wrote into memory without a copy."""
         if lost := self.find_lost():
             raise CannotRetry(
                 f"ran out of memory ({reason}) after step() wrote for the first time into a tensor of shape "
@@ -126,13 +114,13 @@ class Undo:
 
     def restore(self) -> None:
         """Restore all of it, bit for bit and in place."""
-        with deferred_interrupts(), ExitStack() as parts:  # an error in one of them leaves none of the others out
-            parts.callback(self._generators.restore)  # last: the user's objects may draw when they are loaded
-            parts.callback(self.gradients.restore)
-            if self._objects is not None:
-                parts.callback(self._objects.put_back)
-            parts.callback(self._restore_values)
-            parts.callback(self.modules.restore)
+        restore_each(
+            self.modules.restore,
+            self._restore_values,
+            *(() if self._objects is None else (self._objects.restore,)),
+            self.gradients.restore,
+            self._generators.restore,  # last: the user's objects may draw when they are loaded
+        )
 
     def restart(self) -> None:
         """Restore, and drop every ``.grad``, to run the step again."""
@@ -154,7 +142,6 @@ class Undo:
 
     def release(self) -> None:
         """Drop every copy and reference that a hand-written loop would not hold."""
-        self.is_released = True
-        self.memory.clear()  # a recorder holds it too
-        self._buffers, self._objects, self.gradients = [], None, EarlierGradients(())
-        self.modules.release()
+        memory = self.memory
+        self.__dict__ = {"is_released": True}  # at once: an interrupt comes before it, or after it
+        memory.clear()  # a recorder holds it too

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.undo.contents import Contents, find_parts, is_copied_by_value
-
-__all__ = ["UserObjects", "check_objects", "expand_objects"]
+from autobatch.undo.interrupts import restore_each
 
 
 def check_objects(objects: Any) -> tuple[Any, ...]:
-    """Return the argument of ``keep=`` as a tuple.
-
-    Raises:
-        InvalidArgument: It is not a sequence of objects, or one of them cannot be restored.
-    """
+    """Return the argument of ``keep=`` as a tuple."""
     if not isinstance(objects, list | tuple):
         raise InvalidArgument(f"keep={show_value(objects)}: pass a list of objects, keep=[...]")
     for index, item in enumerate(objects):
@@ -58,7 +53,6 @@ class UserObjects:
     """Record of the values that the user's objects held at one moment."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
-        """Ask each for its state, and copy that."""
         self._taken = [(item, item.take()) for item in objects if _takes(item)]
         self._states = [
             (item, _copy(item.state_dict())) for item in objects if not _takes(item) and _has_state_dict(item)
@@ -68,20 +62,21 @@ class UserObjects:
         self._values = [(tensor, tensor.detach().clone()) for tensor in self._contents.tensors]
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore all of them. Can be done any number of times."""
-        with ExitStack() as parts:  # an error of one object's own code leaves none of the others out
-            for tensor, value in self._values:
-                parts.callback(tensor.detach().copy_, value)
-            parts.callback(self._contents.restore)
-            for item, state in reversed(self._states):
-                parts.callback(_load, item, state)
-            for item, taken in reversed(self._taken):
-                parts.callback(_put, item, taken)
+        restore_each(
+            *(partial(_put, item, taken) for item, taken in self._taken),
+            *(partial(_load, item, state) for item, state in self._states),
+            self._contents.restore,
+            *(partial(tensor.detach().copy_, value) for tensor, value in self._values),
+        )
+
+
+# An object may keep what it is given, and change it; a step may be undone again. So both get copies, which are not
+# counted: memory may be full.
 
 
 def _load(item: Any, state: Any) -> None:
-    # A copy, since some take the very tensors that they are given. Memory may be full: it is not counted.
     with _disable_current_modes():
         fresh = _copy(state)
     item.load_state_dict(fresh)
@@ -89,7 +84,7 @@ def _load(item: Any, state: Any) -> None:
 
 def _put(item: Any, taken: Any) -> None:
     with _disable_current_modes():
-        fresh = _copy(taken, copy_other=lambda other: other)  # a step may be undone again: put() may keep what it gets
+        fresh = _copy(taken, copy_other=lambda other: other)
     item.put(fresh)
 
 

@@ -27,12 +27,10 @@ class WrittenMemory:
     """The storages that steps are known to write into, by weak references."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Begin with the storages of these tensors."""
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.add(tensors)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Add the storages of these tensors."""
         for tensor in tensors:
             for storage in storages_of(tensor):
                 self.known[storage._cdata] = weakref.ref(storage)
@@ -70,21 +68,14 @@ class WriteRecorder(DispatchMode):
         self,
         saved: Saved,
         known: WrittenMemory,
-        apart: Iterable[torch.Tensor],
+        uncopied: Iterable[torch.Tensor],
         save: Callable[[torch.UntypedStorage], tuple[torch.Tensor, torch.Tensor]] = save_storage,
     ) -> None:
-        """Prepare.
-
-        Args:
-            saved: Record of the copies; the recorder adds to it.
-            known: Memory that was written into is added.
-            apart: Tensors that are not copied: gradients, sums of them, the batch.
-            save: Makes the copy of one storage.
-        """
+        """Add copies to ``saved`` and storages to ``known``; leave ``uncopied`` tensors out, such as gradients."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._saved, self._known, self._copy = saved, known, save
         # Tensors that are made while this is active are added: they were not there before.
-        self._apart = {storage._cdata for tensor in apart for storage in storages_of(tensor)}
+        self._uncopied = {storage._cdata for tensor in uncopied for storage in storages_of(tensor)}
 
     def __torch_dispatch__(
         self,
@@ -102,13 +93,13 @@ class WriteRecorder(DispatchMode):
         inputs = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         given = {storage._cdata for tensor in _tensors_in(inputs) for storage in storages_of(tensor)}
         made = {storage._cdata for tensor in _tensors_in(result) for storage in storages_of(tensor)}
-        self._apart |= made - given
+        self._uncopied |= made - given
         return result
 
     @torch.no_grad()
     def _save(self, tensor: torch.Tensor) -> None:
         for storage in storages_of(tensor):
-            if storage._cdata not in self._apart and storage._cdata not in self._saved:
+            if storage._cdata not in self._uncopied and storage._cdata not in self._saved:
                 self._saved[storage._cdata] = self._copy(storage)
                 self._known.add([tensor])
 

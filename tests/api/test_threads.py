@@ -17,9 +17,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils import _python_dispatch
 
 import autobatch
+from autobatch._process_lock import one_at_a_time
 from autobatch.memory.cpu import CpuDevice
 from autobatch.prediction.child_process import run_apart
-from autobatch.undo.process_lock import one_at_a_time
 
 AT_MOST_S = 60
 """For what must happen. A thread that never comes is a failed test, not a hanging one."""

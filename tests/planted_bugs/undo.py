@@ -80,17 +80,18 @@ def a_teacher_that_moves_is_not_copied(real, self):
     return {}
 
 
-@bug("autobatch.undo.user_objects.UserObjects.put_back", f"{MOVING_STATE}::test_a_named_object_rides_on_the_step")
+@bug("autobatch.undo.user_objects.UserObjects.restore", f"{MOVING_STATE}::test_a_named_object_rides_on_the_step")
 def a_metric_counts_twice(real, self):
     """A metric that keep= names counts the samples of a failed attempt."""
 
 
 @bug(
-    "autobatch.undo.module_state.ModuleState.release",
+    "autobatch.undo.undo.Undo.release",
     "tests/training/test_step_lifetimes.py::test_what_hangs_on_a_parameter_is_free_when_the_step_lets_go_of_it",
 )
 def the_record_outlives_its_step(real, self):
     """Activations of a finished step are held while the next one runs."""
+    self.is_released = True
 
 
 @bug("autobatch.undo.training_state.TrainingState.restore", "tests/fitting/test_fitting.py::test_fit_leaves_no_trace")

@@ -150,7 +150,7 @@ class DryRun:
 
     def _label_gradients(self) -> None:
         for parameter in self._parameters:
-            gradient = self._sums._sums.get(parameter) if parameter.grad is None else parameter.grad
+            gradient = self._sums.by_parameter.get(parameter) if parameter.grad is None else parameter.grad
             if gradient is not None:
                 self.recorder.label(gradient, "gradient", self._owners.get(id(parameter), ""))
 

@@ -74,7 +74,7 @@ class Replicated(OneRank):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         loss = make_loss(parameters)
         self._label(self._reduction.reserve([*trained, loss]))
-        slots = [GradientSlot(parameter, sums.take()) for parameter in trained]
+        slots = [GradientSlot(parameter, sums.by_parameter) for parameter in trained]
         there = [slot for slot in slots if slot.has_any()]
         self._reduction.sum([*there, GradientSlot(loss, {})])
 

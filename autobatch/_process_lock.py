@@ -10,8 +10,6 @@ import os
 import threading
 from contextlib import AbstractContextManager
 
-__all__ = ["one_at_a_time"]
-
 _LOCK = threading.RLock()  # fit() checks its split as verify() does, in the same thread
 
 if hasattr(os, "register_at_fork"):  # in a forked child the thread that held it is not there to release it
