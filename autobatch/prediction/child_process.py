@@ -143,15 +143,26 @@ def _above_standard(descriptor: int) -> int:
 def _pack(function: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps((False, function()))
-    except SystemExit as error:
-        message = f"the step ends its process (sys.exit({error.code!r})); run fit() on a GPU"
-        return pickle.dumps((True, InvalidArgument(message)))
-    except Exception as error:  # noqa: BLE001 - raised again in the parent
-        try:
-            pickle.loads(pickle.dumps(error))  # noqa: S301 - some errors only fail on the way back
-            return pickle.dumps((True, error))
-        except Exception:  # noqa: BLE001 - an error of the user's own that does not travel
-            return pickle.dumps((True, InvalidArgument(f"{type(error).__name__}: {error}")))
+    except BaseException as error:  # noqa: BLE001 - raised again in the parent
+        parts = (type(error), error.args, vars(error))
+        # Parts, if the constructor wants other arguments than the error keeps; some errors do not travel at all.
+        for answer in (error, parts):
+            with suppress(Exception):
+                packed = pickle.dumps((True, answer))
+                if repr(_join(pickle.loads(packed)[1])) == repr(error):  # noqa: S301 - our own
+                    return packed
+        return pickle.dumps((True, InvalidArgument(f"{type(error).__name__}: {error}")))
+
+
+def _join(answer: Any) -> BaseException:
+    """Make the error of its parts, without its constructor."""
+    if isinstance(answer, BaseException):
+        return answer
+    kind, arguments, attributes = answer
+    error: BaseException = kind.__new__(kind)
+    error.args = arguments
+    vars(error).update(attributes)
+    return error
 
 
 def _await_end(ended: int, deadline: float) -> None:
@@ -193,7 +204,7 @@ def _unpack(answered: IO[bytes], end: str, printed: IO[bytes]) -> Any:
     except (pickle.UnpicklingError, EOFError) as error:
         raise InvalidArgument("the trace ended in the middle of its answer; run fit() on a GPU") from error
     if has_failed:
-        raise result
+        raise _join(result)
     return result
 
 

@@ -108,9 +108,9 @@ def predict(
         progress: Show one line a trace on stderr, if that is a terminal.
 
     Raises:
-        InvalidArgument: An argument cannot be used, or the batch cannot be counted. Or the step needs values of tensors
-            or operators that cannot run without memory, calls ``backward()``, or trains a tensor that neither the model
-            nor the optimizer has.
+        InvalidArgument: An argument cannot be used, or the batch cannot be counted. Or the step cannot be traced: it
+            needs values of tensors or operators that cannot run without memory, calls ``backward()``, or trains a
+            tensor that neither the model nor the optimizer has. Errors of the step pass through as they were raised.
         NeedsBatch: No batch was given and the input cannot be inferred from the model.
     """
     started = time.perf_counter()

@@ -89,7 +89,7 @@ def expect_largest(
         return Expectation()
     try:
         return _expect(workload, layout, limit_bytes, sizes, first)
-    except Exception as error:  # noqa: BLE001 - trials need no expectation, so its errors must not stop them
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - trials need no expectation, so its errors must not stop them
         _log.debug("nothing is expected of the first trial: %s", error)
         return Expectation()
 

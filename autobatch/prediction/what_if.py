@@ -59,8 +59,8 @@ def try_changes(
             else:
                 changed = estimate.changed(timeline=run_apart(lambda: _trace(way, layout, also)))
             proven, _ = prove_sizing(replace(sizing, estimate=changed), way.workload, layout, way.circumstances)
-        except InvalidArgument as error:
-            return Change(name=way.name, effect=way.effect, failed=str(error))
+        except Exception as error:  # noqa: BLE001 - it may come from what was changed
+            return Change(name=way.name, effect=way.effect, failed=_describe(error))
         peak = changed.settle(lambda _: [size]).reserved(size)
         saved = before - peak
         return Change(
@@ -75,6 +75,11 @@ def try_changes(
         emit(StageBegan(stage=f"what if: {way.name} ({number} of {len(ways)})"), hooks)
         changes.append(judge(way))
     return tuple(sorted(changes, key=lambda change: (bool(change.failed), -change.saved_bytes)))
+
+
+def _describe(error: Exception) -> str:
+    first_line = (str(error).splitlines() or [""])[0]
+    return first_line if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {first_line}"
 
 
 def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:

@@ -150,7 +150,7 @@ def original_errors() -> Iterator[None]:
     try:
         yield
         return
-    except Exception:
+    except BaseException:
         if not _rescued:
             raise
     raise _rescued.pop(0)

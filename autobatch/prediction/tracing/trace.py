@@ -10,12 +10,12 @@ import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from autobatch._user_errors import add_note, contextmanager
 from autobatch.batch.samples import Layout
 from autobatch.batch.tree import holds_registered, map_tensors, tensors_of
 from autobatch.errors import AutobatchError, InvalidArgument
@@ -24,7 +24,7 @@ from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
-from autobatch.prediction.tracing.failures import TooLong, explain
+from autobatch.prediction.tracing.failures import TooLong, describe_place, explain
 from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, DeviceNames, present, register, without_waiting
 from autobatch.prediction.tracing.fake_model import FakeModel, Location, modules_of
 from autobatch.prediction.tracing.fake_step import Circumstances, DryRun
@@ -114,7 +114,7 @@ def trace(
     example = _grow_registered(layout, samples)
     homes = {parameter.device for parameter in workload.parameters()}
     is_placed = any(tensor.device in homes for tensor in tensors_of(example.batch))
-    with _on_fake_model(workload, circumstances, most_events) as run:
+    with _on_fake_model(workload, samples, circumstances, most_events) as run:
         batch = _on_host(example, samples)
         for _ in range(circumstances.steps):
             run.step(batch, is_placed=is_placed)
@@ -124,13 +124,15 @@ def trace(
 def explain_loss(workload: Workload, layout: Layout) -> str:
     """Explain what the default step takes for a loss; errors as ``trace_timeline``."""
     example = _grow_registered(layout, SIZES[0])
-    with _on_fake_model(workload, Circumstances(), sys.maxsize) as run:
+    with _on_fake_model(workload, SIZES[0], Circumstances()) as run:
         return run.explain_loss(_on_host(example, SIZES[0]))
 
 
 @contextmanager
-def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events: int) -> Iterator[DryRun]:
-    """Put the model on the fake device within this block; errors name their cause."""
+def _on_fake_model(
+    workload: Workload, samples: int, circumstances: Circumstances, most_events: int = sys.maxsize
+) -> Iterator[DryRun]:
+    """Put the model on the fake device within this block; errors of the user's step leave it as they were raised."""
     _check(workload.model)
     random_state = RandomState(torch.device("cpu"))
     try:
@@ -152,8 +154,11 @@ def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events
                 yield DryRun(workload, recorder, fakes, DeviceNames(types), circumstances)
     except AutobatchError:
         raise
-    except Exception as error:
-        raise InvalidArgument(explain(error)) from error
+    except BaseException as error:
+        if cause := explain(error):
+            raise InvalidArgument(cause) from error
+        add_note(error, describe_place(error, samples))
+        raise
     finally:
         random_state.restore()
 
