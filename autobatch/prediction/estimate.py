@@ -9,7 +9,7 @@ from typing import Any
 
 from autobatch.prediction.allocator import MIB_UNITS, UNIT, AllocatorPeak, simulate
 from autobatch.prediction.cards import Gpu
-from autobatch.prediction.cudnn.convolution import Convolution
+from autobatch.prediction.cudnn.plans import Convolution
 from autobatch.prediction.timeline import (
     Block,
     Timeline,

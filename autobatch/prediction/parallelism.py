@@ -15,7 +15,7 @@ from autobatch._bounds import LONGEST_LIST
 from autobatch._formatting import show_value
 from autobatch.distributed.data_parallel import module_of
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.record import Strategy
+from autobatch.prediction.prediction import Strategy
 
 STRATEGIES = ("ddp", "fsdp2")
 _DEFAULT: Strategy = "ddp"

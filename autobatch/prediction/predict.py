@@ -30,9 +30,8 @@ from autobatch.prediction.cards import Gpu, explain_choice, find_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.parallelism import Parallelism, find_units, read_parallelism
-from autobatch.prediction.prediction import Prediction
+from autobatch.prediction.prediction import Part, Prediction, Strategy
 from autobatch.prediction.prior import read_card
-from autobatch.prediction.record import Part, Strategy
 from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing, trace_savings
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.tracing.fake_step import Circumstances

@@ -13,7 +13,7 @@ from functools import cached_property
 from autobatch.planning.division import least_size, useful_sizes
 from autobatch.prediction.cards import COMMON, GPUS, Gpu
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.record import CardFit, Point, Reach
+from autobatch.prediction.prediction import CardFit, Point, Reach
 from autobatch.prediction.workspaces import Workspaces
 
 _MOST_POINTS = 24

@@ -17,7 +17,7 @@ from autobatch.batch.samples import Layout
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook, StageBegan, emit
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.record import Change
+from autobatch.prediction.prediction import Change
 from autobatch.prediction.retrace import check_timeline, prove_sizing
 from autobatch.prediction.sizing import Sizing
 from autobatch.prediction.timeline import Timeline

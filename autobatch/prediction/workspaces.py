@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autobatch.prediction.cudnn.answers import ask_cudnn, find_libraries
-from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.cudnn.plans import DEVICES
+from autobatch.prediction.cudnn.plans import DEVICES, Convolution
 from autobatch.prediction.timeline import TracedStep
 
 HANDLE = "cuBLAS workspace"

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.cudnn.plans import DEVICES
+from autobatch.prediction.cudnn.plans import DEVICES, Convolution
 
 _MOST_SECONDS = 60.0
 """For all questions of one call: a question takes 13 ms."""
