@@ -78,7 +78,10 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
         deadline, ends = time.monotonic() + most_seconds, list[str]()
 
         def answer() -> _Result:
-            _await_end(ended, deadline)
+            ready, left = select.poll(), deadline - time.monotonic()  # select() takes no descriptor above 1023
+            ready.register(ended, select.POLLIN)
+            if left <= 0 or not ready.poll(1000 * left):
+                raise InvalidArgument("the trace did not come to an end in time; run fit() on a GPU")
             ends.append(_wait(child))
             result: _Result = _unpack(answered, ends[0], printed)
             return result
@@ -92,7 +95,6 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
 
 
 def _start(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes]) -> tuple[int, int]:
-    """Start the child; the end of a pipe becomes readable when it has answered or died."""
     pipe: tuple[int, ...] = ()
     try:
         pipe = os.pipe()
@@ -120,7 +122,10 @@ def _answer(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes]
         # A killed child takes its children with it (prctl(2), PR_SET_PDEATHSIG).
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL))
         # Files have the numbers of standard streams if the process was started with those closed.
-        answers, prints, ended = (_above_standard(number) for number in (answered.fileno(), printed.fileno(), ended))
+        import fcntl  # noqa: PLC0415 - Windows has none, and no child
+
+        numbers = (answered.fileno(), printed.fileno(), ended)
+        answers, prints, ended = (fcntl.fcntl(number, fcntl.F_DUPFD, 1 + _STDERR) for number in numbers)
         for stream in (_STDOUT, _STDERR):  # as C++ knows them; Python's are others in notebooks
             os.dup2(prints, stream)
         _PARENTS_STREAMS.extend((sys.stdout, sys.stderr))
@@ -132,12 +137,6 @@ def _answer(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes]
         status = 0
     finally:
         os._exit(status)
-
-
-def _above_standard(descriptor: int) -> int:
-    import fcntl  # noqa: PLC0415 - Windows has none, and no child
-
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1 + _STDERR)
 
 
 def _pack(function: Callable[[], Any]) -> bytes:
@@ -163,13 +162,6 @@ def _join(answer: Any) -> BaseException:
     error.args = arguments
     vars(error).update(attributes)
     return error
-
-
-def _await_end(ended: int, deadline: float) -> None:
-    ready, left = select.poll(), deadline - time.monotonic()  # select() takes no descriptor above 1023
-    ready.register(ended, select.POLLIN)
-    if left <= 0 or not ready.poll(1000 * left):
-        raise InvalidArgument("the trace did not come to an end in time; run fit() on a GPU")
 
 
 def _wait(child: int) -> str:
@@ -213,19 +205,17 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 
 
 def fork() -> int:
-    """Fork as ``os.fork`` does."""
     if not has_cards_threads():
         return os.fork()
     if torch.cuda.is_initialized():
         end_failed_backward()  # starts the threads here; else the child would start its own
     child = fork_without_handlers()
-    if child == 0:
-        _keep_off_the_card()
+    if child == 0:  # torch then refuses CUDA as in the child of a plain fork
+        torch.cuda._is_in_bad_fork = lambda: True
     return child
 
 
 def has_cards_threads() -> bool:
-    """Whether autograd may have threads for cards in this process or in a child."""
     is_built = torch.version.cuda is not None or torch.version.hip is not None
     return is_built and _find_fork() is not None
 
@@ -258,14 +248,7 @@ def _find_fork() -> Callable[[], int] | None:
         function: Callable[[], int] = library._Fork
         return function
     number = _CLONE.get(platform.machine())
-    return None if number is None else _make_clone(library, number)
-
-
-def _make_clone(library: ctypes.PyDLL, number: int) -> Callable[[], int]:
+    if number is None:
+        return None
     library.syscall.restype = ctypes.c_long
     return partial(library.syscall, *[ctypes.c_long(value) for value in (number, int(signal.SIGCHLD), 0, 0, 0, 0)])
-
-
-def _keep_off_the_card() -> None:
-    # torch then refuses CUDA as in the child of a plain fork.
-    torch.cuda._is_in_bad_fork = lambda: True

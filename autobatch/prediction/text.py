@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -34,7 +34,6 @@ def summarise_prediction(prediction: Prediction) -> str:
 
 
 def explain_prediction(prediction: Prediction) -> str:
-    """Write all of a prediction, in sections."""
     size = plural(prediction.judged_size, "sample")
     return "\n".join(
         [
@@ -54,7 +53,9 @@ def explain_prediction(prediction: Prediction) -> str:
 
 def explain_cards(prediction: Prediction) -> str:
     """Write every judged card, a line each."""
-    header = f"{plural(prediction.share, 'sample')} a step{_of_ranks(prediction)}"
+    ranks = prediction.world_size
+    on_ranks = "" if ranks == 1 else f" on the first of {ranks} ranks, {prediction.target_batch} in all"
+    header = f"{plural(prediction.share, 'sample')} a step{on_ranks}"
     doubts = _wrapped((*_interpolation_lines(prediction), *(f"! {warning}" for warning in prediction.warnings)))
     return "\n".join([header, *_card_lines(prediction, mark=""), *doubts])
 
@@ -88,11 +89,6 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.3g} %"
 
 
-def _of_ranks(prediction: Prediction) -> str:
-    ranks = prediction.world_size
-    return "" if ranks == 1 else f" on the first of {ranks} ranks, {prediction.target_batch} in all"
-
-
 def _rank_lines(prediction: Prediction) -> Iterator[str]:
     if prediction.data_parallel is None:
         return
@@ -100,15 +96,12 @@ def _rank_lines(prediction: Prediction) -> Iterator[str]:
     how = "each with the whole model (ddp)" if prediction.data_parallel == "ddp" else "each with a shard of it (fsdp2)"
     yield f"{prediction.target_batch} samples a step on {ranks}, {how}"
     yield f"all that follows is of the first rank, which has {share}: no other one has more, or larger shards"
-    if prediction.data_parallel == "fsdp2":
-        yield _describe_units(prediction.units)
-
-
-def _describe_units(units: Sequence[str]) -> str:
-    if not units:
-        return "sharded as if fully_shard() had been called with the model alone: it has no blocks that repeat"
-    named = units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}"
-    return f"sharded as if fully_shard() had been called with {plural(len(units), 'module')} ({named}), then the model"
+    if prediction.data_parallel == "fsdp2" and not (units := prediction.units):
+        yield "sharded as if fully_shard() had been called with the model alone: it has no blocks that repeat"
+    elif prediction.data_parallel == "fsdp2":
+        named = units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}"
+        blocks = f"{plural(len(units), 'module')} ({named})"
+        yield f"sharded as if fully_shard() had been called with {blocks}, then the model"
 
 
 def _reach_lines(prediction: Prediction) -> Iterator[str]:
@@ -163,7 +156,12 @@ def _change_lines(prediction: Prediction) -> Iterator[str]:
         return
     yield f"{'saves':>12}{'micro-batch':>14}   change"
     for change in prediction.changes:
-        yield from _describe_change(change)
+        if change.failed:
+            failed = f"{'?':>12}{'?':>14}   {change.name}: {change.failed}"
+            yield from wrap(failed, _WIDTH, subsequent_indent=" " * 29)
+        else:
+            saved = format_bytes(change.saved_bytes) if change.saved_bytes else "no change"
+            yield f"{saved:>12}{change.micro_batch_size or 'none':>14}   {_name_change(change)}"
     now = prediction.plan.micro_batch_size if prediction.plan else 0
     if now == prediction.share:
         yield "all of the target fits as it is: this would only save memory"
@@ -171,15 +169,6 @@ def _change_lines(prediction: Prediction) -> Iterator[str]:
         yield "the plan has the largest size that was judged: this would only save memory"
     elif not any(change.failed or change.micro_batch_size > now for change in prediction.changes):
         yield f"none of it lets more than {plural(now, 'sample')} into a micro-batch" if now else "still nothing fits"
-
-
-def _describe_change(change: Change) -> Iterator[str]:
-    if change.failed:
-        indent = " " * 29
-        yield from wrap(f"{'?':>12}{'?':>14}   {change.name}: {change.failed}", _WIDTH, subsequent_indent=indent)
-        return
-    saved = format_bytes(change.saved_bytes) if change.saved_bytes else "no change"
-    yield f"{saved:>12}{change.micro_batch_size or 'none':>14}   {_name_change(change)}"
 
 
 def _few_card_lines(prediction: Prediction) -> Iterator[str]:
@@ -218,25 +207,19 @@ def _trust_lines(prediction: Prediction) -> Iterator[str]:
         yield "what CUDA takes for itself is a guess on this card: nobody has read it on one of its kind and size"
     if prediction.data_parallel is not None:
         yield "what NCCL takes outside the allocator is not counted: leave some of the card free for it, by margin="
-    yield from _cudnn_lines(prediction)
+    if version := prediction.cudnn_version:
+        yield f"cuDNN {version // 10000}.{version // 100 % 100} was asked what its convolutions take on such a card"
+    elif prediction.has_convolutions:
+        yield (
+            f"what cuDNN takes for convolutions follows a rule, as none is installed that could be asked "
+            f"(in a checkout: pip install '.[cudnn]'): {FAMILIES_REASON}"
+        )
     at = f"at {plural(prediction.judged_size, 'sample')}"
     if prediction.proven_at:
         yield f"the step was traced {at}: its tensors there are as they are said to be, byte for byte"
     else:
         yield f"the step was not traced {at}, and what is said of it follows from other sizes: {prediction.doubt}"
     yield from _interpolation_lines(prediction)
-
-
-def _cudnn_lines(prediction: Prediction) -> Iterator[str]:
-    version = prediction.cudnn_version
-    if version:
-        major, minor = version // 10000, version // 100 % 100
-        yield f"cuDNN {major}.{minor} was asked what its convolutions take on such a card"
-    elif prediction.has_convolutions:
-        yield (
-            f"what cuDNN takes for convolutions follows a rule, as none is installed that could be asked "
-            f"(in a checkout: pip install '.[cudnn]'): {FAMILIES_REASON}"
-        )
 
 
 def _interpolation_lines(prediction: Prediction) -> Iterator[str]:
@@ -276,10 +259,14 @@ def render_prediction(prediction: Prediction) -> str:
 
 
 def _table_sections(prediction: Prediction) -> Iterator[Section]:
-    """Yield all tables with their titles; some may have no rows."""
     size = plural(prediction.judged_size, "sample")
     chosen = prediction.plan.micro_batch_size if prediction.plan else None
-    changes = tuple(map(_change_cells, prediction.changes))
+    changes = tuple(
+        ("?", "?", f"{change.name}: {change.failed}")
+        if change.failed
+        else (Bytes(change.saved_bytes), change.micro_batch_size or "none", _name_change(change))
+        for change in prediction.changes
+    )
     cards = tuple(map(_card_cells, _by_memory(prediction)))
     points = Table(("size", "allocated", "reserved", "process"), tuple(_point_rows(prediction)))
     drawn, parts = charts(prediction), Table(("bytes", "part"), tuple(_part_rows(prediction)))
@@ -316,12 +303,6 @@ def charts(prediction: Prediction) -> dict[str, Chart]:
     }
 
 
-def _change_cells(change: Change) -> tuple[Cell, ...]:
-    if change.failed:
-        return ("?", "?", f"{change.name}: {change.failed}")
-    return (Bytes(change.saved_bytes), change.micro_batch_size or "none", _name_change(change))
-
-
 def _part_rows(prediction: Prediction) -> Iterator[tuple[Bytes, str]]:
     """Yield the parts of the peak, and their sum."""
     yield from ((Bytes(part.byte_count), part.name) for part in prediction.breakdown)
@@ -330,7 +311,6 @@ def _part_rows(prediction: Prediction) -> Iterator[tuple[Bytes, str]]:
 
 
 def _module_rows(prediction: Prediction) -> Iterator[tuple[Bytes, str]]:
-    """Yield the tensors at the peak, by module."""
     for part in prediction.modules:
         yield Bytes(part.byte_count), part.name or "the model itself, outside its submodules"
 
@@ -343,20 +323,16 @@ def _point_rows(prediction: Prediction) -> Iterator[tuple[int, Bytes, Bytes, Byt
 
 
 def _name_change(change: Change) -> str:
-    """Name the change with its effect."""
     return f"{change.name} ({change.effect})" if change.effect else change.name
 
 
 def _title_cards(prediction: Prediction) -> str:
-    """Title the table of cards."""
-    every = len(prediction.cards) >= len(GPUS)
-    return (
-        "On every card that is known" if every else f"On common cards (all_cards=True: all {len(GPUS)} that are known)"
-    )
+    if len(prediction.cards) >= len(GPUS):
+        return "On every card that is known"
+    return f"On common cards (all_cards=True: all {len(GPUS)} that are known)"
 
 
 def _by_memory(prediction: Prediction) -> list[CardFit]:
-    """Sort the cards, the smallest first."""
     return sorted(prediction.cards, key=lambda card: (card.total_bytes, card.gpu))
 
 

@@ -35,8 +35,6 @@ _SMALLEST_EIGHT_BIT = 4096
 
 
 class _Way(NamedTuple):
-    """Another way to do the step."""
-
     name: str
     effect: str  # what it costs besides memory
     workload: Workload
@@ -52,15 +50,23 @@ def try_changes(
     # An interpolated step mostly stays so, so it is traced at the size of the comparison too.
     also = size if estimate.timeline.interpolated and size > 1 else 0
 
+    def trace_way(way: _Way) -> Timeline:
+        timeline = trace_timeline(way.workload, layout, way.circumstances)
+        if not also or also in {step.samples for step in timeline.traced}:
+            return timeline
+        return check_timeline(timeline, way.workload, layout, also, way.circumstances) or timeline
+
     def judge(way: _Way) -> Change:
         try:
             if way.workload is workload and way.circumstances == circumstances:  # only the allocator is another
                 changed = estimate.changed(expandable_segments=True)
             else:
-                changed = estimate.changed(timeline=run_apart(lambda: _trace(way, layout, also)))
+                changed = estimate.changed(timeline=run_apart(lambda: trace_way(way)))
             proven, _ = prove_sizing(replace(sizing, estimate=changed), way.workload, layout, way.circumstances)
         except Exception as error:  # noqa: BLE001 - it may come from what was changed
-            return Change(name=way.name, effect=way.effect, failed=_describe(error))
+            text = (str(error).splitlines() or [""])[0]
+            failed = text if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {text}"
+            return Change(name=way.name, effect=way.effect, failed=failed)
         peak = changed.settle(lambda _: [size]).reserved(size)
         saved = before - peak
         return Change(
@@ -77,11 +83,6 @@ def try_changes(
     return tuple(sorted(changes, key=lambda change: (bool(change.failed), -change.saved_bytes)))
 
 
-def _describe(error: Exception) -> str:
-    first_line = (str(error).splitlines() or [""])[0]
-    return first_line if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {first_line}"
-
-
 def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:
     autocast = replace(workload, step=_with_autocast(workload.step))
     yield _Way("bfloat16 autocast", "lower precision", autocast, usual)
@@ -93,13 +94,6 @@ def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:
         yield _Way(f"checkpointing of {named} blocks", "more time", replace(workload, step=step), usual)
     for name, effect, optimizer in other_optimizers(workload.optimizer):
         yield _Way(name, effect, replace(workload, optimizer=optimizer), usual)
-
-
-def _trace(way: _Way, layout: Layout, also: int) -> Timeline:
-    timeline = trace_timeline(way.workload, layout, way.circumstances)
-    if not also or also in {step.samples for step in timeline.traced}:
-        return timeline
-    return check_timeline(timeline, way.workload, layout, also, way.circumstances) or timeline
 
 
 def _with_autocast(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -135,17 +129,13 @@ def _own_blocks(model: nn.Module) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if name in outermost]
 
 
-def _flagged(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if hasattr(module, _FLAG)]
-
-
 def _with_checkpoints(
     step: Callable[[Any, Any], Any], whole: nn.Module, blocks: Sequence[nn.Module]
 ) -> Callable[[Any, Any], Any]:
     def run(model: Any, batch: Any) -> Any:
         with ExitStack() as stack:
-            if _flagged(whole):
-                stack.enter_context(_asked_to_checkpoint(whole))
+            if flagged := [module for module in whole.modules() if hasattr(module, _FLAG)]:
+                stack.enter_context(_asked_to_checkpoint(flagged))
             else:
                 for block in blocks:
                     stack.enter_context(_checkpointed(block))
@@ -155,13 +145,12 @@ def _with_checkpoints(
 
 
 @contextmanager
-def _asked_to_checkpoint(whole: nn.Module) -> Iterator[None]:
-    """Do what ``whole.gradient_checkpointing_enable()`` does, and undo it.
+def _asked_to_checkpoint(flagged: Sequence[nn.Module]) -> Iterator[None]:
+    """Do what ``gradient_checkpointing_enable()`` of their model does, and undo it.
 
     A wrapped block would fail: its recomputation appends to the cache a second time. So the model drops its cache.
     """
     asked = {_FLAG: True, "_gradient_checkpointing_func": partial(checkpoint, use_reentrant=False)}
-    flagged = _flagged(whole)
     before = [{name: vars(module)[name] for name in asked if name in vars(module)} for module in flagged]
     try:
         for module in flagged:

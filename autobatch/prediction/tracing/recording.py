@@ -84,7 +84,6 @@ class BlockLog:
         self._handles: set[bool] = set()  # whether in autograd's thread
 
     def make(self, size: int, kind: Kind) -> int:
-        """Log a new block, and return its entry in the order; the negative entry is its end."""
         self.sizes.append(size)
         self.labels.append((self.phase, kind, self._module(), self._stream))
         self.events.append(len(self.sizes))
@@ -92,7 +91,6 @@ class BlockLog:
 
     @contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
-        """Allocate on that stream within this block."""
         before, self._stream = self._stream, stream
         try:
             yield
@@ -122,7 +120,6 @@ class BlockLog:
                 blocks[entry] = self.make(sizes[entry - 1], "temporary")
 
     def finish(self, samples: int) -> TracedStep:
-        """Return all that was logged."""
         made = {
             (phase, kind, module, stream): Block(phase=phase, kind=kind, module=module, stream=stream)
             for phase, kind, module, stream in dict.fromkeys(self.labels)
@@ -223,7 +220,6 @@ class Recorder(DispatchMode):
             self.log.labels[block] = (phase, kind, before if module is None else module, stream)
 
     def label_new(self, tensor: torch.Tensor, kind: Kind, first: int) -> None:
-        """``label`` a tensor that was made as block ``first`` or later."""
         reference = self._find(tensor.untyped_storage()) if is_on_device(tensor) else None
         if reference is not None and reference.block >= first:
             self.label(tensor, kind)

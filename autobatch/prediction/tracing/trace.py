@@ -21,7 +21,6 @@ from autobatch.batch.tree import holds_registered, map_tensors, tensors_of
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.memory.device import collecting_new_objects
 from autobatch.prediction.child_process import begin_apart
-from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
 from autobatch.prediction.tracing.failures import TooLong, describe_place, explain
@@ -57,7 +56,9 @@ def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstan
     def run(size: int, now: Circumstances = circumstances) -> TracedStep:
         return trace(workload, layout, size, now)
 
-    _load()
+    # Both traces need these before their processes fork: the compiler alone takes 0.8 s (torch 2.13).
+    register()
+    importlib.import_module("torch._dynamo")
     near, far = SIZES
     # Side by side in two processes.
     with begin_apart(lambda: run(near)) as ask_near, begin_apart(lambda: run(far)) as ask_far:
@@ -66,12 +67,6 @@ def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstan
     if lines is not None and (min(lines.fixed, default=0) >= 0 or lines.begins_with(run(_THIRD, circumstances.once()))):
         return lines
     return combine(climb([first, second], _LADDER, run))
-
-
-def _load() -> None:
-    """Load what both traces need before their processes fork: the compiler alone takes 0.8 s (torch 2.13)."""
-    register()
-    importlib.import_module("torch._dynamo")
 
 
 def climb(traced: Sequence[TracedStep], sizes: Sequence[int], run: Callable[[int], TracedStep]) -> list[TracedStep]:
@@ -111,7 +106,8 @@ def trace(
     Raises:
         TooLong: The trace has more than ``most_events``.
     """
-    example = _grow_registered(layout, samples)
+    # Types of the user grow here: their ``take`` may need values of tensors.
+    example = layout.grown(samples) if holds_registered(layout.batch) else layout
     homes = {parameter.device for parameter in workload.parameters()}
     is_placed = any(tensor.device in homes for tensor in tensors_of(example.batch))
     with _on_fake_model(workload, samples, circumstances, most_events) as run:
@@ -123,7 +119,7 @@ def trace(
 
 def explain_loss(workload: Workload, layout: Layout) -> str:
     """Explain what the default step takes for a loss; errors as ``trace_timeline``."""
-    example = _grow_registered(layout, SIZES[0])
+    example = layout.grown(SIZES[0]) if holds_registered(layout.batch) else layout
     with _on_fake_model(workload, SIZES[0], Circumstances()) as run:
         return run.explain_loss(_on_host(example, SIZES[0]))
 
@@ -141,7 +137,10 @@ def _on_fake_model(
         location = Location(workload.model)
         with torch.enable_grad(), _collected_between_steps(), present(), FakeMode() as mode:
             recorder = Recorder(mode, location.name, sole_holder(), most_events)
-            fakes = _make_fakes(workload.model, recorder, circumstances.parallelism)
+            parallelism = circumstances.parallelism
+            is_sharded = parallelism is not None and parallelism.strategy == "fsdp2"
+            sharded = [*workload.model.parameters()] if is_sharded else []
+            fakes = FakeModel(recorder, sharded, parallelism.world_size if parallelism else 1)
             with (
                 recorder,
                 fakes.substitute(modules),
@@ -161,12 +160,6 @@ def _on_fake_model(
         raise
     finally:
         random_state.restore()
-
-
-def _make_fakes(model: nn.Module, recorder: Recorder, parallelism: Parallelism | None) -> FakeModel:
-    if parallelism is None or parallelism.strategy != "fsdp2":
-        return FakeModel(recorder)
-    return FakeModel(recorder, [*model.parameters()], parallelism.world_size)
 
 
 def _check(model: nn.Module) -> None:
@@ -203,11 +196,6 @@ def _without_nested_tensors() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was)
-
-
-def _grow_registered(layout: Layout, samples: int) -> Layout:
-    """Grow a batch that has types of the user here: their ``take`` may need values of tensors."""
-    return layout.grown(samples) if holds_registered(layout.batch) else layout
 
 
 def _on_host(layout: Layout, samples: int) -> Any:
