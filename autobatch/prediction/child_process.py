@@ -39,9 +39,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.memory.device import end_failed_backward
 from autobatch.undo.process_lock import one_at_a_time
 
-MOST_SECONDS = 300.0
-"""A trace takes seconds."""
-
+MOST_SECONDS = 300.0  # a trace takes seconds
 _FILTERS = threading.Lock()
 _FORKS = sys.platform.startswith("linux")
 _DEATH_SIGNAL = 1
@@ -248,7 +246,9 @@ def _find_fork() -> Callable[[], int] | None:
         function: Callable[[], int] = library._Fork
         return function
     number = _CLONE.get(platform.machine())
-    if number is None:
-        return None
+    return None if number is None else _make_clone(library, number)
+
+
+def _make_clone(library: ctypes.PyDLL, number: int) -> Callable[[], int]:
     library.syscall.restype = ctypes.c_long
     return partial(library.syscall, *[ctypes.c_long(value) for value in (number, int(signal.SIGCHLD), 0, 0, 0, 0)])

@@ -21,13 +21,9 @@ from autobatch.prediction.workspaces import HANDLE, Workspaces, find_kernel_bloc
 
 _TRACED_MICRO_BATCHES = 2
 _NO_WORKSPACES = Workspaces("unknown", 0)
-_ROUNDS = 4
-"""Of questions to cuDNN: the second mostly repeats the first."""
-_MOST_STEPS = 32
-"""Most searches look at fewer sizes; each takes some 0.3 MB for a ResNet-50."""
-
-_Known = dict[tuple[Any, ...], Any]
-"""Results by their names and what they depend on."""
+_ROUNDS = 4  # of questions to cuDNN: the second mostly repeats the first
+_MOST_STEPS = 32  # most searches look at fewer sizes; each takes some 0.3 MB for a ResNet-50
+_Known = dict[tuple[Any, ...], Any]  # results by their names and what they depend on
 
 
 @dataclass(frozen=True)

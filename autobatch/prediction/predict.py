@@ -47,15 +47,12 @@ from autobatch.step.model_info import (
 )
 from autobatch.step.workload import Step, Weigh, Workload, check_model, warn_of_no_optimizer
 
-MARGIN = 0.10
-"""Left free on top of the predicted peak of the process, as a fraction of it."""
-
+MARGIN = 0.10  # left free on top of the predicted peak of the process, as a fraction of it
 MARGIN_REASON = "at which 2.8 % of 363 published peaks were above the prediction, of models that nothing was fitted to"
 """``make accuracy``, in benchmarks/RESULTS.md."""
 
 _MODULES = 10
-_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-"""The index of a module in a container, in its path."""
+_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # the index of a module in a container, in its path
 _HELD = "held by the allocator beside them"
 _NOT_TRACED = "the step was not traced at the predicted size, which follows from other sizes"
 _NEVER_RAN = "predicted: this size has never run; fit() on the card would try it"

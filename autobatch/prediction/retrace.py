@@ -25,10 +25,8 @@ from autobatch.records import Saving
 from autobatch.step.model_info import find_savings, watch_savings
 from autobatch.step.workload import Workload
 
-_ROUNDS = 3
-"""Mostly the second answer is near the first, which was traced."""
-_LADDER = (256, 1024)
-"""More sizes, if a step is a line up to the larger of the two sizes only."""
+_ROUNDS = 3  # mostly the second answer is near the first, which was traced
+_LADDER = (256, 1024)  # more sizes, if a step is a line up to the larger of the two sizes only
 
 
 @dataclass(frozen=True)

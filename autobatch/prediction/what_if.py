@@ -26,12 +26,9 @@ from autobatch.prediction.tracing.trace import trace_timeline
 from autobatch.step.workload import Workload
 
 _FEWEST_BLOCKS = 3
-_BLOCK = 256
-"""Numbers that share one float32 scale (bitsandbytes' block-wise quantization)."""
-_FLAG = "gradient_checkpointing"
-"""``gradient_checkpointing_enable()`` of a Transformers model sets it on modules."""
-_SMALLEST_EIGHT_BIT = 4096
-"""Parameters with fewer numbers keep float32 state."""
+_BLOCK = 256  # numbers that share one float32 scale (bitsandbytes' block-wise quantization)
+_FLAG = "gradient_checkpointing"  # gradient_checkpointing_enable() of a Transformers model sets it on modules
+_SMALLEST_EIGHT_BIT = 4096  # parameters with fewer numbers keep float32 state
 
 
 class _Way(NamedTuple):

@@ -178,13 +178,9 @@ def describe_device(architecture: str, multiprocessors: int) -> dict[str, Any]:
     return {**_SAME_EVERYWHERE, **decisive}
 
 
-_OLDEST = 90800
-"""The first version that plans for a described device."""
-
+_OLDEST = 90800  # the first version that plans for a described device
 _DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
-_ALIGNMENT = 32
-"""Bytes, as torch states them."""
-
+_ALIGNMENT = 32  # bytes, as torch states them
 _OPERATIONS: dict[Pass, tuple[Descriptor, Attribute]] = {
     "forward": (Descriptor.FORWARD, Attribute.FORWARD_ALPHA),
     "input gradient": (Descriptor.INPUT_GRADIENT, Attribute.INPUT_GRADIENT_ALPHA),

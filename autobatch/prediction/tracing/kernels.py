@@ -15,8 +15,7 @@ import torch
 
 _aten = torch.ops.aten
 _GROUPED = getattr(getattr(_aten, "_grouped_mm", None), "default", None)
-_ALIGNED_BYTES = 16
-"""The rows of a grouped product are padded to a multiple of it."""
+_ALIGNED_BYTES = 16  # the rows of a grouped product are padded to a multiple of it
 _PRODUCTS = frozenset((
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.addmv.default,
     _aten.mv.default, _aten.dot.default, _GROUPED,

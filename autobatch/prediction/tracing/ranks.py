@@ -23,10 +23,8 @@ from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder
 from autobatch.undo.gradients import Float32Sums
 
-_BROADCAST_BYTES = 250 * 2**20
-"""``DistributedDataParallel.broadcast_bucket_size``."""
-_IN_FLIGHT = 3
-"""A third broadcast begins before the first has ended (torch/csrc/distributed/c10d/comm.cpp)."""
+_BROADCAST_BYTES = 250 * 2**20  # DistributedDataParallel.broadcast_bucket_size
+_IN_FLIGHT = 3  # a third broadcast begins before the first has ended (torch/csrc/distributed/c10d/comm.cpp)
 
 
 class OneRank:
@@ -105,8 +103,7 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
                 count = 0
 
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
-"""A whole parameter, and this rank's shard."""
+_Pair = tuple[torch.Tensor, torch.Tensor]  # a whole parameter, and this rank's shard
 
 
 @dataclass(eq=False)

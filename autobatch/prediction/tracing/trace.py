@@ -36,12 +36,10 @@ from autobatch.undo.random_state import RandomState
 SIZES = (2, 67)
 """Two sizes give the lines. One sample is another program, as views of size 1 skip copies. Padding to 8 and chunks of
 16 are a line at 2 and 3, and none at 2 and 67. ``retrace`` finds what is a line at both, such as padding to 128."""
-_THIRD = 3
-"""Traced if a line falls below 0 at no samples: ``n - 1`` does, and the line through two values of ``n * n``."""
+_THIRD = 3  # traced if a line falls below 0 at no samples: n - 1 does, and the line through two values of n * n
 _USUAL = Circumstances()
 _LADDER = (4, 8, 16, 32, 64, 256, 1024)  # if two sizes run different operators
-_MOST_EVENTS = 60_000
-"""Of one more trace, unless the smallest has half as many: about 5 s (torch 2.13, one core)."""
+_MOST_EVENTS = 60_000  # of one more trace, unless the smallest has half as many: about 5 s (torch 2.13, one core)
 
 
 def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstances = _USUAL) -> Timeline:
