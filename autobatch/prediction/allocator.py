@@ -14,17 +14,12 @@ from collections.abc import Callable, Sequence
 
 from autobatch.records import Record
 
-UNIT = 512
-"""Bytes of the smallest block (``kMinBlockSize``); all sizes are multiples of it."""
-MIB_UNITS = 2**20 // UNIT
-"""2**20 bytes in units."""
-
+UNIT = 512  # bytes of the smallest block (kMinBlockSize); all sizes are multiples of it
+MIB_UNITS = 2**20 // UNIT  # 2**20 bytes in units
 ADDRESS_BITS = 48
 ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
 
-NO_BLOCK = -1
-"""No block is large enough."""
-
+NO_BLOCK = -1  # no block is large enough
 _ENDLESS = 1 << (ADDRESS_BITS - 1)
 
 
@@ -223,8 +218,7 @@ class ExpandablePool(_BlockPool):
         return self.gaps.pop(start)
 
 
-_Pools = tuple[FixedPool | ExpandablePool, FixedPool | ExpandablePool]
-"""For small and for large blocks."""
+_Pools = tuple[FixedPool | ExpandablePool, FixedPool | ExpandablePool]  # for small and for large blocks
 
 
 class AllocatorPeak(Record):

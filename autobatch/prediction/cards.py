@@ -87,9 +87,7 @@ _THREADS = {  # of one multiprocessor at once: the CUDA programming guide's tabl
     "sm_75": 1024,
     **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), 2048),  # 32 wavefronts of 64
 }
-_MULTIPROCESSORS = 132
-"""Of an unknown card: an H100's. More take larger buffers, so this is seldom too low."""
-
+_MULTIPROCESSORS = 132  # of an unknown card: an H100's. More take larger buffers, so this is seldom too low.
 _WORDS = {  # how the table abbreviates its sources
     "{log}": "the first line of a training log of Ultralytics, which prints total_memory, with",
     "{properties}": "torch.cuda.get_device_properties in a public repository",
@@ -122,8 +120,7 @@ def _make_card(row: _Row) -> Gpu:
 
 
 _ROWS = read_rows(files("autobatch.prediction").joinpath("cards.csv").read_text(encoding="utf-8"))
-GPUS = tuple(map(_make_card, _ROWS))
-"""Every card that is known by name."""
+GPUS = tuple(map(_make_card, _ROWS))  # every card that is known by name
 COMMON = frozenset(row.name for row in _ROWS if row.common)
 """Cards that a prediction lists unasked: what clouds rent and many people own."""
 
@@ -176,8 +173,7 @@ COMMONEST = {
 _BRANDS = re.compile(r"nvidia|geforce|(?<!titan)(?<!titan.)rtx|gtx|tesla|amd|instinct|[^a-z0-9]")
 _LEAST_BYTES = 2**30
 _MOST_NAMES = 8
-_LEAST_SHARE = 0.87
-"""A driver reports at least this much of the memory on the box."""
+_LEAST_SHARE = 0.87  # a driver reports at least this much of the memory on the box
 _WITH_MEMORY = re.compile(r"(.+?)[^a-z0-9]+([1-9][0-9]{0,3})[ _-]?g(?:i?b)?$")
 _MEMORY = re.compile(r"[- ]\d+GB")
 _LIKE_SIZE = re.compile(r"\s*[-+]?[\d.,]*\d\s*([kmgtp]i?[a-z]{0,2})?\s*", re.IGNORECASE)

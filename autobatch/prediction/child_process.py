@@ -39,9 +39,7 @@ from autobatch._process_lock import one_at_a_time
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import end_failed_backward
 
-MOST_SECONDS = 300.0
-"""A trace takes seconds."""
-
+MOST_SECONDS = 300.0  # a trace takes seconds
 _FILTERS = threading.Lock()
 _FORKS = sys.platform.startswith("linux")
 _DEATH_SIGNAL = 1
@@ -78,7 +76,10 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
         deadline, ends = time.monotonic() + most_seconds, list[str]()
 
         def answer() -> _Result:
-            _await_end(ended, deadline)
+            ready, left = select.poll(), deadline - time.monotonic()  # select() takes no descriptor above 1023
+            ready.register(ended, select.POLLIN)
+            if left <= 0 or not ready.poll(1000 * left):
+                raise InvalidArgument("the trace did not come to an end in time; run fit() on a GPU")
             ends.append(_wait(child))
             result: _Result = _unpack(answered, ends[0], printed)
             return result
@@ -92,7 +93,6 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
 
 
 def _start(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes]) -> tuple[int, int]:
-    """Start the child; the end of a pipe becomes readable when it has answered or died."""
     pipe: tuple[int, ...] = ()
     try:
         pipe = os.pipe()
@@ -120,7 +120,10 @@ def _answer(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes]
         # A killed child takes its children with it (prctl(2), PR_SET_PDEATHSIG).
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL))
         # Files have the numbers of standard streams if the process was started with those closed.
-        answers, prints, ended = (_above_standard(number) for number in (answered.fileno(), printed.fileno(), ended))
+        import fcntl  # noqa: PLC0415 - Windows has none, and no child
+
+        numbers = (answered.fileno(), printed.fileno(), ended)
+        answers, prints, ended = (fcntl.fcntl(number, fcntl.F_DUPFD, 1 + _STDERR) for number in numbers)
         for stream in (_STDOUT, _STDERR):  # as C++ knows them; Python's are others in notebooks
             os.dup2(prints, stream)
         _PARENTS_STREAMS.extend((sys.stdout, sys.stderr))
@@ -134,31 +137,29 @@ def _answer(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes]
         os._exit(status)
 
 
-def _above_standard(descriptor: int) -> int:
-    import fcntl  # noqa: PLC0415 - Windows has none, and no child
-
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1 + _STDERR)
-
-
 def _pack(function: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps((False, function()))
-    except SystemExit as error:
-        message = f"the step ends its process (sys.exit({error.code!r})); run fit() on a GPU"
-        return pickle.dumps((True, InvalidArgument(message)))
-    except Exception as error:  # noqa: BLE001 - raised again in the parent
-        try:
-            pickle.loads(pickle.dumps(error))  # noqa: S301 - some errors only fail on the way back
-            return pickle.dumps((True, error))
-        except Exception:  # noqa: BLE001 - an error of the user's own that does not travel
-            return pickle.dumps((True, InvalidArgument(f"{type(error).__name__}: {error}")))
+    except BaseException as error:  # noqa: BLE001 - raised again in the parent
+        parts = (type(error), error.args, vars(error))
+        # Parts, if the constructor wants other arguments than the error keeps; some errors do not travel at all.
+        for answer in (error, parts):
+            with suppress(Exception):
+                packed = pickle.dumps((True, answer))
+                if repr(_join(pickle.loads(packed)[1])) == repr(error):  # noqa: S301 - our own
+                    return packed
+        return pickle.dumps((True, InvalidArgument(f"{type(error).__name__}: {error}")))
 
 
-def _await_end(ended: int, deadline: float) -> None:
-    ready, left = select.poll(), deadline - time.monotonic()  # select() takes no descriptor above 1023
-    ready.register(ended, select.POLLIN)
-    if left <= 0 or not ready.poll(1000 * left):
-        raise InvalidArgument("the trace did not come to an end in time; run fit() on a GPU")
+def _join(answer: Any) -> BaseException:
+    """Make the error of its parts, without its constructor."""
+    if isinstance(answer, BaseException):
+        return answer
+    kind, arguments, attributes = answer
+    error: BaseException = kind.__new__(kind)
+    error.args = arguments
+    vars(error).update(attributes)
+    return error
 
 
 def _wait(child: int) -> str:
@@ -193,7 +194,7 @@ def _unpack(answered: IO[bytes], end: str, printed: IO[bytes]) -> Any:
     except (pickle.UnpicklingError, EOFError) as error:
         raise InvalidArgument("the trace ended in the middle of its answer; run fit() on a GPU") from error
     if has_failed:
-        raise result
+        raise _join(result)
     return result
 
 
@@ -202,19 +203,17 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 
 
 def fork() -> int:
-    """Fork as ``os.fork`` does."""
     if not has_cards_threads():
         return os.fork()
     if torch.cuda.is_initialized():
         end_failed_backward()  # starts the threads here; else the child would start its own
     child = fork_without_handlers()
-    if child == 0:
-        _keep_off_the_card()
+    if child == 0:  # torch then refuses CUDA as in the child of a plain fork
+        torch.cuda._is_in_bad_fork = lambda: True
     return child
 
 
 def has_cards_threads() -> bool:
-    """Whether autograd may have threads for cards in this process or in a child."""
     is_built = torch.version.cuda is not None or torch.version.hip is not None
     return is_built and _find_fork() is not None
 
@@ -253,8 +252,3 @@ def _find_fork() -> Callable[[], int] | None:
 def _make_clone(library: ctypes.PyDLL, number: int) -> Callable[[], int]:
     library.syscall.restype = ctypes.c_long
     return partial(library.syscall, *[ctypes.c_long(value) for value in (number, int(signal.SIGCHLD), 0, 0, 0, 0)])
-
-
-def _keep_off_the_card() -> None:
-    # torch then refuses CUDA as in the child of a plain fork.
-    torch.cuda._is_in_bad_fork = lambda: True

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from autobatch.prediction.allocator import MIB_UNITS, UNIT, AllocatorPeak, simulate
 from autobatch.prediction.cards import Gpu
-from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.prediction.timeline import (
     Block,
     Timeline,
@@ -22,13 +21,9 @@ from autobatch.prediction.workspaces import HANDLE, Workspaces, find_kernel_bloc
 
 _TRACED_MICRO_BATCHES = 2
 _NO_WORKSPACES = Workspaces("unknown", 0)
-_ROUNDS = 4
-"""Of questions to cuDNN: the second mostly repeats the first."""
-_MOST_STEPS = 32
-"""Most searches look at fewer sizes; each takes some 0.3 MB for a ResNet-50."""
-
-_Known = dict[tuple[Any, ...], Any]
-"""Results by their names and what they depend on."""
+_ROUNDS = 4  # of questions to cuDNN: the second mostly repeats the first
+_MOST_STEPS = 32  # most searches look at fewer sizes; each takes some 0.3 MB for a ResNet-50
+_Known = dict[tuple[Any, ...], Any]  # results by their names and what they depend on
 
 
 @dataclass(frozen=True)
@@ -60,20 +55,18 @@ class Estimate:
             _own={},
         )
 
-    def settle(self, judge: Callable[[Estimate], Iterable[int]]) -> Estimate:
+    def settle(self, judge: Callable[[Estimate], Collection[int]]) -> Estimate:
         """Ask cuDNN about the sizes that ``judge`` returns, until the answers lead to no other sizes."""
         estimate = self
         for _ in range(_ROUNDS):
-            runs = {run for n in judge(estimate) for run in estimate._convolutions_at(n)}
+            sizes = judge(estimate)
+            steps = estimate.timeline.traced or [estimate.step(n) for n in sizes]
+            runs = {run for step in steps for run in step.convolutions.values()} if sizes else set()
             if estimate.workspaces.has_asked(runs):
                 break
             answered = estimate.workspaces.ask(runs)
             estimate = replace(estimate, workspaces=answered, _own={})
         return estimate
-
-    def _convolutions_at(self, n: int) -> set[Convolution]:
-        steps = self.timeline.traced or (self.step(n),)
-        return {run for step in steps for run in step.convolutions.values()}
 
     def changed(self, **changes: Any) -> Estimate:
         """The same with other attributes, and without the remembered results."""
@@ -85,17 +78,13 @@ class Estimate:
         if n not in steps:
             if len(steps) >= _MOST_STEPS:
                 steps.clear()
-            steps[n] = self._make_step(n)
+            step = self.timeline.at(n)
+            is_alone = 0 < self.target <= n and not self.timeline.interpolated
+            if is_alone and (parts := find_parts(step.order, step.blocks)) is not None:
+                order = tuple(without_second_micro_batch(step.order, step.blocks, parts))
+                step = step.model_copy(update={"order": order})
+            steps[n] = step
         return steps[n]
-
-    def _make_step(self, n: int) -> TracedStep:
-        step = self.timeline.at(n)
-        if self.timeline.interpolated or not 0 < self.target <= n:
-            return step
-        parts = find_parts(step.order, step.blocks)
-        if parts is None:
-            return step
-        return step.model_copy(update={"order": tuple(without_second_micro_batch(step.order, step.blocks, parts))})
 
     @property
     def largest_traced(self) -> int | None:
@@ -104,7 +93,7 @@ class Estimate:
 
     def tensor_bytes(self, n: int) -> int:
         """Most bytes in tensors alone at once, unrounded, of two micro-batches."""
-        return self._count("tensors", n, TracedStep.peak)
+        return self._measure("tensors", n, TracedStep.peak, self._shared)
 
     def allocated(self, n: int) -> int:
         """Most bytes at once in tensors, buffers and workspaces, with ``n`` samples in a micro-batch."""
@@ -121,7 +110,6 @@ class Estimate:
         return self._times_untraced("aux", n, lambda size: -(-size // UNIT) * UNIT)
 
     def fits_within(self, n: int, limit_bytes: int) -> bool:
-        """Whether ``n`` samples reserve no more than that."""
         least = 0 if self.timeline.interpolated else self.tensor_bytes(n) + self._untraced_bytes(n)
         return least <= limit_bytes and self.reserved(n) <= limit_bytes  # the first needs no simulation
 
@@ -146,7 +134,6 @@ class Estimate:
         return kinds, max(held, 0)
 
     def by_module(self, n: int) -> Counter[str]:
-        """Bytes of tensors at the peak by the qualified name of their module."""
         return self._sum_alive(n, lambda block: block.module)
 
     def _allocated_by_two(self, n: int) -> int:
@@ -172,18 +159,19 @@ class Estimate:
             return 0
 
         def measure(step: TracedStep) -> int:
-            return most_alive(step.order, [*map(round_up, _sizes_of("aux", step))]) // _TRACED_MICRO_BATCHES
+            blocks = zip(step.sizes, step.blocks, strict=True)
+            returned = [round_up(size) if block.kind == "aux" else 0 for size, block in blocks]
+            return most_alive(step.order, returned) // _TRACED_MICRO_BATCHES
 
-        return (-(-self.target // n) - _TRACED_MICRO_BATCHES) * self._count(name, n, measure)
+        return (-(-self.target // n) - _TRACED_MICRO_BATCHES) * self._measure(name, n, measure, self._shared)
 
     def _sum_alive(self, n: int, key: Callable[[Block], str]) -> Counter[str]:
-        """Bytes alive at the peak, by a key of their blocks."""
         if not self.timeline.interpolated:
             return +self._alive_in(self.step(n), key)
         sums = {step.samples: self._alive_in(step, key) for step in self.timeline.traced}
 
         def interpolate(name: str) -> int:
-            return self.timeline.measure(n, lambda step: sums[step.samples][name])
+            return self.timeline.measure(n, lambda at: sums[at.samples][name])
 
         return +Counter({name: interpolate(name) for counted in sums.values() for name in counted})
 
@@ -198,20 +186,12 @@ class Estimate:
                 sums[key(step.blocks[block])] += sizes[block]
         return sums
 
-    def _measure(self, name: str, n: int, quantity: Callable[[TracedStep], int]) -> int:
-        """A quantity of this card."""
-        return self._remember(self._own, name, n, quantity)
-
-    def _count(self, name: str, n: int, quantity: Callable[[TracedStep], int]) -> int:
-        """A quantity that is the same on every card."""
-        return self._remember(self._shared, name, n, quantity)
-
-    def _remember(self, known: _Known, name: str, n: int, quantity: Callable[[TracedStep], int]) -> int:
+    def _measure(self, name: str, n: int, quantity: Callable[[TracedStep], int], known: _Known | None = None) -> int:
+        known = self._own if known is None else known
         if (name, n) not in known:
             is_exact = not self.timeline.interpolated
             known[name, n] = quantity(self.step(n)) if is_exact else self.timeline.measure(n, quantity)
-        found: int = known[name, n]
-        return found
+        return cast("int", known[name, n])
 
     def _peak(self, step: TracedStep) -> AllocatorPeak:
         # In the allocator's units: equal numbers of them make equal simulations.
@@ -219,12 +199,12 @@ class Estimate:
         key = ("peak", step.samples, self.workspace_bytes, *of_the_card)
         if key not in self._shared:
             self._shared[key] = self._simulate(step)
-        peak: AllocatorPeak = self._shared[key]
-        return peak
+        return cast("AllocatorPeak", self._shared[key])
 
     def _simulate(self, step: TracedStep, capacity: int | None = None) -> AllocatorPeak:
         order, sizes = self.with_workspaces(step)
-        expandable, streams = self.expandable_segments, _streams_of(step)
+        streams = [*step.streams, *[0] * unseen_handles(step)] if step.streams else []
+        expandable = self.expandable_segments
         return simulate(order, sizes, capacity=capacity, expandable_segments=expandable, streams=streams)
 
     def with_workspaces(self, step: TracedStep) -> tuple[list[int], list[int]]:
@@ -236,20 +216,10 @@ class Estimate:
         return [*range(first, first + unseen), *step.order], [*sizes, *[self.workspace_bytes] * unseen]
 
     def _kernel_blocks(self, step: TracedStep) -> list[tuple[int, int]]:
-        """Blocks that are a kernel's own memory, and the bytes of each on this card."""
         key = ("kernels", step.samples)
         if key not in self._own:
             self._own[key] = [*find_kernel_blocks(step, self.workspaces, self.workspace_bytes, self.resident_threads)]
-        found: list[tuple[int, int]] = self._own[key]
-        return found
-
-
-def _streams_of(step: TracedStep) -> list[int]:
-    return [*step.streams, *[0] * unseen_handles(step)] if step.streams else []
-
-
-def _sizes_of(kind: str, step: TracedStep) -> list[int]:
-    return [size if block.kind == kind else 0 for size, block in zip(step.sizes, step.blocks, strict=True)]
+        return cast("list[tuple[int, int]]", self._own[key])
 
 
 def _round_in_segments(size: int) -> int:

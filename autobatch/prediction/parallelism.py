@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from autobatch._bounds import LONGEST_LIST
 from autobatch._formatting import show_value
 from autobatch.distributed.data_parallel import module_of
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.record import Strategy
+from autobatch.prediction.prediction import Strategy
 
 STRATEGIES = ("ddp", "fsdp2")
 _DEFAULT: Strategy = "ddp"
@@ -41,30 +40,23 @@ def read_parallelism(
         check_choice("data_parallel", data_parallel, STRATEGIES)
     if world_size is None and isinstance(model, DistributedDataParallel):
         return inner, Parallelism(data_parallel or _DEFAULT, dist.get_world_size(model.process_group))
-    ranks = 1 if world_size is None else _check_ranks(world_size)
+    given: Any = 1 if world_size is None else world_size
+    is_count = isinstance(given, numbers.Integral) and not isinstance(given, bool)
+    if not is_count or not 1 <= (ranks := int(given)) <= LONGEST_LIST:
+        raise InvalidArgument(
+            f"world_size={show_value(given)} must be an int from 1 to {LONGEST_LIST}: it counts ranks"
+        )
     if ranks == 1 and data_parallel is not None:
         raise InvalidArgument(
             f"data_parallel={data_parallel!r} is of several ranks: pass world_size=2 or more, or leave it out"
         )
-    _refuse_sharded(inner)
-    return inner, Parallelism(data_parallel or _DEFAULT, ranks) if ranks > 1 else None
-
-
-def _check_ranks(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) <= LONGEST_LIST:
-        raise InvalidArgument(
-            f"world_size={show_value(value)} must be an int from 1 to {LONGEST_LIST}: it counts ranks"
-        )
-    return int(value)
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
+    for name, parameter in inner.named_parameters():
         if type(parameter.data).__name__ == "DTensor":
             raise InvalidArgument(
                 f"the parameter {name} is sharded (DTensor): predict with the model as it is before fully_shard(), and "
                 f"with world_size= and data_parallel='fsdp2'"
             )
+    return inner, Parallelism(data_parallel or _DEFAULT, ranks) if ranks > 1 else None
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -76,16 +68,9 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     They are children of a container (``ModuleList``, ``ModuleDict``, ``Sequential``) that are of one class and have
     modules themselves: a single layer is not a unit. Units do not nest.
     """
-    return [*_find_units(model)]
-
-
-def _find_units(module: nn.Module) -> Iterator[nn.Module]:
-    children = [*module.children()]
-    blocks = [child for child in children if [*child.children()]] if isinstance(module, _CONTAINERS) else []
+    children = [*model.children()]
+    blocks = [child for child in children if [*child.children()]] if isinstance(model, _CONTAINERS) else []
     kinds = [type(block) for block in blocks]
     units = [block for block in blocks if kinds.count(type(block)) > 1 and next(block.parameters(), None) is not None]
-    yield from units
-    chosen = set(map(id, units))
-    for child in children:
-        if id(child) not in chosen:
-            yield from _find_units(child)
+    others = [child for child in children if not any(child is unit for unit in units)]
+    return units + [unit for child in others for unit in find_units(child)]

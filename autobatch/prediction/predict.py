@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -30,9 +30,8 @@ from autobatch.prediction.cards import Gpu, explain_choice, find_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.parallelism import Parallelism, find_units, read_parallelism
-from autobatch.prediction.prediction import Prediction
+from autobatch.prediction.prediction import Part, Prediction, Strategy
 from autobatch.prediction.prior import read_card
-from autobatch.prediction.record import Part, Strategy
 from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing, trace_savings
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.tracing.fake_step import Circumstances
@@ -48,15 +47,12 @@ from autobatch.step.model_info import (
 )
 from autobatch.step.workload import Step, Weigh, Workload, check_model, warn_of_no_optimizer
 
-MARGIN = 0.10
-"""Left free on top of the predicted peak of the process, as a fraction of it."""
-
+MARGIN = 0.10  # left free on top of the predicted peak of the process, as a fraction of it
 MARGIN_REASON = "at which 2.8 % of 363 published peaks were above the prediction, of models that nothing was fitted to"
 """``make accuracy``, in benchmarks/RESULTS.md."""
 
 _MODULES = 10
-_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-"""The index of a module in a container, in its path."""
+_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # the index of a module in a container, in its path
 _HELD = "held by the allocator beside them"
 _NOT_TRACED = "the step was not traced at the predicted size, which follows from other sizes"
 _NEVER_RAN = "predicted: this size has never run; fit() on the card would try it"
@@ -108,28 +104,24 @@ def predict(
         progress: Show one line a trace on stderr, if that is a terminal.
 
     Raises:
-        InvalidArgument: An argument cannot be used, or the batch cannot be counted. Or the step needs values of tensors
-            or operators that cannot run without memory, calls ``backward()``, or trains a tensor that neither the model
-            nor the optimizer has.
+        InvalidArgument: An argument cannot be used, or the batch cannot be counted. Or the step cannot be traced: it
+            needs values of tensors or operators that cannot run without memory, calls ``backward()``, or trains a
+            tensor that neither the model nor the optimizer has. Errors of the step pass through as they were raised.
         NeedsBatch: No batch was given and the input cannot be inferred from the model.
     """
     started = time.perf_counter()
     target_batch = check_target(target_batch)
     if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not 0 <= margin < 1:
         raise InvalidArgument(f"margin={show_value(margin)} must be a fraction from 0 to less than 1, such as 0.1")
-    switches = {
-        "expandable_segments": expandable_segments,
-        "scaler": scaler,
-        "what_if": what_if,
-        "all_cards": all_cards,
-        "progress": progress,
-    }
-    for name, switch in switches.items():
+    names = ("expandable_segments", "scaler", "what_if", "all_cards", "progress")
+    for name, switch in zip(names, (expandable_segments, scaler, what_if, all_cards, progress), strict=True):
         check_switch(name, switch)
     check_model(model)
     model, parallelism = read_parallelism(model, world_size, data_parallel)
     shares = share_target(target_batch, "equal", [1.0] * (parallelism.world_size if parallelism else 1))
-    card = _find_local() if gpu is None else find_gpu(gpu)
+    if gpu is None and not torch.cuda.is_available():
+        raise InvalidArgument("no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'")
+    card = read_card() if gpu is None else find_gpu(gpu)
     workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, shares[0], has_own_step=step is not None)
     circumstances = Circumstances(scaler=scaler, parallelism=parallelism)
@@ -199,14 +191,17 @@ def _predict(
 ) -> Prediction:
     estimate, points, judged = sizing.estimate, sizing.points(), sizing.judged
     by_kind, held_bytes = estimate.by_kind(judged)
-    breakdown = [*by_kind.most_common(), *([(_HELD, held_bytes)] if held_bytes else [])]
+    kinds = [*by_kind.most_common(), *([(_HELD, held_bytes)] if held_bytes else [])]
+    modules = _group_alike(estimate.by_module(judged))
+    norms = batch_norms_in_train_mode(workload.model) if 0 < sizing.largest < sizing.target else []
+    split = [warn_of_batch_norms(norms, max(balance(sizing.target, sizing.largest)), sizing.target)] if norms else []
     trials = [
         Trial(micro_batch_size=at.size, outcome="fits", peak_allocated=at.allocated, peak_reserved=at.reserved)
         for at in points
     ]
     curve, per_sample = fit_curve(trials), estimate.changed(target=0)
     untraced = (f"{_NOT_TRACED}: {proof.doubt}",) if proof.doubt else ()
-    warnings = (*_warn_of_split(workload, sizing), *warnings, *untraced)
+    warnings = (*split, *warnings, *untraced)
     return Prediction(
         gpu=sizing.gpu,
         target_batch=sizing.target,
@@ -217,8 +212,8 @@ def _predict(
         reach=sizing.reach,
         judged_size=judged,
         peak_bytes=estimate.reserved(judged) + sizing.gpu.context_bytes,
-        breakdown=_as_parts(breakdown),
-        modules=_as_parts(_group_alike(estimate.by_module(judged))),
+        breakdown=tuple(Part(name=name, byte_count=count) for name, count in kinds),
+        modules=tuple(Part(name=name, byte_count=count) for name, count in modules),
         per_sample_bytes=per_sample.tensor_bytes(judged + 1) - per_sample.tensor_bytes(judged),
         context_bytes=sizing.gpu.context_bytes,
         margin=sizing.margin,
@@ -253,25 +248,12 @@ def _group_alike(by_module: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     ordered = sorted(groups.items(), key=lambda group: -group[0][1] * len(group[1]))
     shown = ordered if len(ordered) <= _MODULES else ordered[: _MODULES - 1]
     for (_, count), names in shown:
-        yield (f"{_join_names(names)} ({len(names)} alike)" if len(names) > 1 else names[0]), count * len(names)
+        columns = zip(*(name.split(".") for name in names), strict=True)
+        joined = ".".join(parts[0] if len({*parts}) == 1 else "*" for parts in columns)
+        yield (f"{joined} ({len(names)} alike)" if len(names) > 1 else joined), count * len(names)
     if others := [(count, names) for (_, count), names in ordered[len(shown) :]]:
         number = sum(len(names) for _, names in others)
         yield f"{number} other modules", sum(count * len(names) for count, names in others)
-
-
-def _join_names(names: Sequence[str]) -> str:
-    """Join names that differ in numbers only: ``blocks.0.mlp.2`` and ``blocks.1.mlp.2`` are ``blocks.*.mlp.2``."""
-    columns = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(parts[0] if len({*parts}) == 1 else "*" for parts in columns)
-
-
-def _as_parts(named: Iterable[tuple[str, int]]) -> tuple[Part, ...]:
-    return tuple(Part(name=name, byte_count=count) for name, count in named)
-
-
-def _warn_of_split(workload: Workload, sizing: Sizing) -> tuple[str, ...]:
-    norms = batch_norms_in_train_mode(workload.model) if 0 < sizing.largest < sizing.target else []
-    return (warn_of_batch_norms(norms, max(balance(sizing.target, sizing.largest)), sizing.target),) if norms else ()
 
 
 def _make_plan(
@@ -306,9 +288,3 @@ def _make_plan(
         # Only a plan that divides the batch shows what would shrink a sample.
         savings=run_apart(lambda: trace_savings(workload, layout)) if len(sizes) > 1 else (),
     )
-
-
-def _find_local() -> Gpu:
-    if not torch.cuda.is_available():
-        raise InvalidArgument("no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'")
-    return read_card()

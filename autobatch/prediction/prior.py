@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from autobatch.batch.samples import Layout
+from autobatch.errors import InvalidArgument
 from autobatch.memory.cuda import uses_expandable_segments
 from autobatch.planning.next_trial import FIRST_SIZE, Forecast
 from autobatch.prediction.allocator import simulate
@@ -28,17 +29,13 @@ from autobatch.prediction.tracing.fake_step import Circumstances
 from autobatch.prediction.tracing.trace import SIZES, trace_timeline
 from autobatch.step.workload import Workload
 
-_MOST_SECONDS = 15.0
-"""A longer trace costs more than the trials that it spares."""
+_MOST_SECONDS = 15.0  # a longer trace costs more than the trials that it spares
 _FEW_SIZES = 4
 _NEAR = 8
 """Trials of so many sizes below the largest that fits are replayed, and of half as many above it: 20 ms each."""
-_AGREES = 16
-"""The first forward pass of ten models left within 1/40 of the predicted bytes (tests/card, torch 2.13)."""
-_MOST_LOSS = 10
-"""At most a tenth of the samples is given up so that a new process stays within the limit too."""
-_HEADROOM = 20
-"""1/20 of a budget is left free by default."""
+_AGREES = 16  # the first forward pass of ten models left within 1/40 of the predicted bytes (tests/card, torch 2.13)
+_MOST_LOSS = 10  # at most a tenth of the samples is given up so that a new process stays within the limit too
+_HEADROOM = 20  # 1/20 of a budget is left free by default
 _log = logging.getLogger("autobatch")
 
 
@@ -89,7 +86,7 @@ def expect_largest(
         return Expectation()
     try:
         return _expect(workload, layout, limit_bytes, sizes, first)
-    except Exception as error:  # noqa: BLE001 - trials need no expectation, so its errors must not stop them
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - trials need no expectation, so its errors must not stop them
         _log.debug("nothing is expected of the first trial: %s", error)
         return Expectation()
 
@@ -109,7 +106,10 @@ def _expect(
 
     def check(estimate: Estimate, size: int) -> Timeline | None:
         left = deadline - time.monotonic()
-        return run_apart(lambda: check_timeline(estimate.timeline, workload, layout, size, circumstances), left)
+        try:
+            return run_apart(lambda: check_timeline(estimate.timeline, workload, layout, size, circumstances), left)
+        except Exception as error:  # a trial of this size shows an error of the step
+            raise InvalidArgument(str(error)) from error
 
     timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances), _MOST_SECONDS)
     estimate = Estimate(timeline, expandable_segments=uses_expandable_segments()).on_card(card)

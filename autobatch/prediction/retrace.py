@@ -25,10 +25,8 @@ from autobatch.records import Saving
 from autobatch.step.model_info import find_savings, watch_savings
 from autobatch.step.workload import Workload
 
-_ROUNDS = 3
-"""Mostly the second answer is near the first, which was traced."""
-_LADDER = (256, 1024)
-"""More sizes, if a step is a line up to the larger of the two sizes only."""
+_ROUNDS = 3  # mostly the second answer is near the first, which was traced
+_LADDER = (256, 1024)  # more sizes, if a step is a line up to the larger of the two sizes only
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def find_smallest(workload: Workload, layout: Layout) -> int:
     """The fewest samples that the model can run: 2 if one sample raises an error, though other sizes were traced."""
     try:
         trace(replace(workload, optimizer=None), layout, 1, Circumstances(micro_batches=1, steps=1))
-    except InvalidArgument:
+    except Exception:  # noqa: BLE001 - the step raises it, or the trace
         return 2
     return 1
 
@@ -141,6 +139,6 @@ def trace_savings(workload: Workload, layout: Layout) -> tuple[Saving, ...]:
     """Find how the step already saves memory; if it cannot be traced, how its model does."""
     found = find_savings(workload.model)
     types = {parameter.device.type for parameter in workload.parameters()} | {"cuda", DEVICE_TYPE}
-    with suppress(InvalidArgument), watch_savings(found, *types - {"meta"}):
+    with suppress(Exception), watch_savings(found, *types - {"meta"}):
         trace(replace(workload, optimizer=None), layout, SIZES[0], Circumstances(micro_batches=1, steps=1))
     return tuple(sorted(found))

@@ -13,7 +13,7 @@ from functools import cached_property
 from autobatch.planning.division import least_size, useful_sizes
 from autobatch.prediction.cards import COMMON, GPUS, Gpu
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.record import CardFit, Point, Reach
+from autobatch.prediction.prediction import CardFit, Point, Reach
 from autobatch.prediction.workspaces import Workspaces
 
 _MOST_POINTS = 24
@@ -56,9 +56,27 @@ class Sizing:
 
     def cards(self, *, every: bool = False) -> tuple[CardFit, ...]:
         """Fit the common cards and the asked one, or all cards."""
-        gpus = [gpu for gpu in GPUS if every or gpu.name in COMMON or gpu.name == self.gpu.name]
-        estimates = {_kind_of(gpu): self.estimate.on_card(gpu, self._workspaces_on(gpu)) for gpu in gpus}
-        return tuple(_fit(replace(self, estimate=estimates[_kind_of(gpu)], gpu=gpu)) for gpu in gpus)
+        own, estimates, fits = self.estimate.workspaces, dict[object, Estimate](), []
+        for gpu in GPUS:
+            if not (every or gpu.name in COMMON or gpu.name == self.gpu.name):
+                continue
+            # cuDNN's answers for the asked card, the rule for the others: fifty questions each would take long.
+            is_same = (gpu.architecture, gpu.multiprocessors) == (own.architecture, own.multiprocessors)
+            workspaces = own if is_same else Workspaces(gpu.architecture, gpu.multiprocessors)
+            kind = gpu.cublas_workspace_bytes, gpu.resident_threads, gpu.architecture
+            estimate = estimates.setdefault(kind, self.estimate.on_card(gpu, workspaces))
+            size = replace(self, estimate=estimate, gpu=gpu).largest
+            fits.append(
+                CardFit(
+                    gpu=gpu.name,
+                    total_bytes=gpu.total_bytes,
+                    micro_batch_size=size,
+                    accumulation_steps=-(-self.target // size) if size else 0,
+                    peak_bytes=estimate.reserved(size) + gpu.context_bytes if size else 0,
+                    measured=gpu.measured,
+                )
+            )
+        return tuple(fits)
 
     def settled(self) -> Sizing:
         """The same after cuDNN was asked about each answer."""
@@ -68,12 +86,6 @@ class Sizing:
             return {sizing.judged, sizing.reach.comfortable, sizing.reach.tight} - {0}
 
         return replace(self, estimate=self.estimate.settle(judge))
-
-    def _workspaces_on(self, gpu: Gpu) -> Workspaces:
-        """CuDNN's answers for the asked card, the rule for the others: fifty questions each would take long."""
-        own = self.estimate.workspaces
-        is_same = (gpu.architecture, gpu.multiprocessors) == (own.architecture, own.multiprocessors)
-        return own if is_same else Workspaces(gpu.architecture, gpu.multiprocessors)
 
     @property
     def judged(self) -> int:
@@ -98,22 +110,6 @@ class Sizing:
     def _find_largest(self, margin: float) -> int:
         limit = find_limit(self.gpu, margin)
         return _bisect(self._sizes, lambda size: self.estimate.fits_within(size, limit))
-
-
-def _kind_of(gpu: Gpu) -> tuple[int, int, str]:
-    return gpu.cublas_workspace_bytes, gpu.resident_threads, gpu.architecture
-
-
-def _fit(sizing: Sizing) -> CardFit:
-    gpu, size = sizing.gpu, sizing.largest
-    return CardFit(
-        gpu=gpu.name,
-        total_bytes=gpu.total_bytes,
-        micro_batch_size=size,
-        accumulation_steps=-(-sizing.target // size) if size else 0,
-        peak_bytes=sizing.estimate.reserved(size) + gpu.context_bytes if size else 0,
-        measured=gpu.measured,
-    )
 
 
 def _bisect(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:

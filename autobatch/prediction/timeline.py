@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from autobatch.prediction.cudnn.convolution import Convolution
+from autobatch.prediction.cudnn.plans import Convolution
 from autobatch.records import Record
 
 Phase = Literal["before", "forward", "backward", "optimizer"]

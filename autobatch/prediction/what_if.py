@@ -17,7 +17,7 @@ from autobatch.batch.samples import Layout
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook, StageBegan, emit
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.record import Change
+from autobatch.prediction.prediction import Change
 from autobatch.prediction.retrace import check_timeline, prove_sizing
 from autobatch.prediction.sizing import Sizing
 from autobatch.prediction.timeline import Timeline
@@ -26,17 +26,12 @@ from autobatch.prediction.tracing.trace import trace_timeline
 from autobatch.step.workload import Workload
 
 _FEWEST_BLOCKS = 3
-_BLOCK = 256
-"""Numbers that share one float32 scale (bitsandbytes' block-wise quantization)."""
-_FLAG = "gradient_checkpointing"
-"""``gradient_checkpointing_enable()`` of a Transformers model sets it on modules."""
-_SMALLEST_EIGHT_BIT = 4096
-"""Parameters with fewer numbers keep float32 state."""
+_BLOCK = 256  # numbers that share one float32 scale (bitsandbytes' block-wise quantization)
+_FLAG = "gradient_checkpointing"  # gradient_checkpointing_enable() of a Transformers model sets it on modules
+_SMALLEST_EIGHT_BIT = 4096  # parameters with fewer numbers keep float32 state
 
 
 class _Way(NamedTuple):
-    """Another way to do the step."""
-
     name: str
     effect: str  # what it costs besides memory
     workload: Workload
@@ -52,15 +47,23 @@ def try_changes(
     # An interpolated step mostly stays so, so it is traced at the size of the comparison too.
     also = size if estimate.timeline.interpolated and size > 1 else 0
 
+    def trace_way(way: _Way) -> Timeline:
+        timeline = trace_timeline(way.workload, layout, way.circumstances)
+        if not also or also in {step.samples for step in timeline.traced}:
+            return timeline
+        return check_timeline(timeline, way.workload, layout, also, way.circumstances) or timeline
+
     def judge(way: _Way) -> Change:
         try:
             if way.workload is workload and way.circumstances == circumstances:  # only the allocator is another
                 changed = estimate.changed(expandable_segments=True)
             else:
-                changed = estimate.changed(timeline=run_apart(lambda: _trace(way, layout, also)))
+                changed = estimate.changed(timeline=run_apart(lambda: trace_way(way)))
             proven, _ = prove_sizing(replace(sizing, estimate=changed), way.workload, layout, way.circumstances)
-        except InvalidArgument as error:
-            return Change(name=way.name, effect=way.effect, failed=str(error))
+        except Exception as error:  # noqa: BLE001 - it may come from what was changed
+            text = (str(error).splitlines() or [""])[0]
+            failed = text if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {text}"
+            return Change(name=way.name, effect=way.effect, failed=failed)
         peak = changed.settle(lambda _: [size]).reserved(size)
         saved = before - peak
         return Change(
@@ -88,13 +91,6 @@ def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:
         yield _Way(f"checkpointing of {named} blocks", "more time", replace(workload, step=step), usual)
     for name, effect, optimizer in other_optimizers(workload.optimizer):
         yield _Way(name, effect, replace(workload, optimizer=optimizer), usual)
-
-
-def _trace(way: _Way, layout: Layout, also: int) -> Timeline:
-    timeline = trace_timeline(way.workload, layout, way.circumstances)
-    if not also or also in {step.samples for step in timeline.traced}:
-        return timeline
-    return check_timeline(timeline, way.workload, layout, also, way.circumstances) or timeline
 
 
 def _with_autocast(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -130,17 +126,13 @@ def _own_blocks(model: nn.Module) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if name in outermost]
 
 
-def _flagged(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if hasattr(module, _FLAG)]
-
-
 def _with_checkpoints(
     step: Callable[[Any, Any], Any], whole: nn.Module, blocks: Sequence[nn.Module]
 ) -> Callable[[Any, Any], Any]:
     def run(model: Any, batch: Any) -> Any:
         with ExitStack() as stack:
-            if _flagged(whole):
-                stack.enter_context(_asked_to_checkpoint(whole))
+            if flagged := [module for module in whole.modules() if hasattr(module, _FLAG)]:
+                stack.enter_context(_asked_to_checkpoint(flagged))
             else:
                 for block in blocks:
                     stack.enter_context(_checkpointed(block))
@@ -150,13 +142,12 @@ def _with_checkpoints(
 
 
 @contextmanager
-def _asked_to_checkpoint(whole: nn.Module) -> Iterator[None]:
-    """Do what ``whole.gradient_checkpointing_enable()`` does, and undo it.
+def _asked_to_checkpoint(flagged: Sequence[nn.Module]) -> Iterator[None]:
+    """Do what ``gradient_checkpointing_enable()`` of their model does, and undo it.
 
     A wrapped block would fail: its recomputation appends to the cache a second time. So the model drops its cache.
     """
     asked = {_FLAG: True, "_gradient_checkpointing_func": partial(checkpoint, use_reentrant=False)}
-    flagged = _flagged(whole)
     before = [{name: vars(module)[name] for name in asked if name in vars(module)} for module in flagged]
     try:
         for module in flagged:

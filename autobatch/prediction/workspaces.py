@@ -13,13 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autobatch.prediction.cudnn.answers import ask_cudnn, find_libraries
-from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.cudnn.plans import DEVICES
+from autobatch.prediction.cudnn.plans import DEVICES, Convolution
 from autobatch.prediction.timeline import TracedStep
 
 HANDLE = "cuBLAS workspace"
-_HANDLES = 2
-"""One for the calling thread, one for autograd's."""
+_HANDLES = 2  # one for the calling thread, one for autograd's
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,7 @@ def _estimate_depthwise(convolution: Convolution, tensor_bytes: int, *, is_half:
 
 _WARP = 32
 _MOST_THREADS = 512
-_FEWEST_ADDENDS, _MOST_ADDENDS = 16, 256
-"""Of one thread (``min_values_per_thread``, ``max_values_per_thread``)."""
+_FEWEST_ADDENDS, _MOST_ADDENDS = 16, 256  # of one thread (min_values_per_thread, max_values_per_thread)
 
 
 def find_kernel_blocks(

@@ -14,7 +14,7 @@ import autobatch.events
 from autobatch import MemoryCurve, StepResult
 from autobatch.errors import InvalidArgument
 from autobatch.events.runner_events import RankStep
-from autobatch.prediction.record import PredictionRecord
+from autobatch.prediction.prediction import Prediction
 from autobatch.records import DeviceInfo, Record, Trial, Verdict
 
 LONG = "it happened " * 400
@@ -106,7 +106,7 @@ def test_a_prediction_is_used_like_its_plan(predictions):
         assert repr(prediction) == str(prediction)
         assert "\n" not in repr(prediction)
         assert len(repr(prediction)) <= 200
-        assert isinstance(prediction, PredictionRecord)
+        assert isinstance(prediction, Prediction)
         with pytest.raises(InvalidArgument, match=r"Prediction.*prediction\.plan") as caught:
             autobatch.Runner(prediction, nn.Linear(64, 4), None, None)
         assert "\n" not in str(caught.value)

@@ -156,6 +156,21 @@ def test_batch_size_counts_what_it_counts_without_autobatch(name, attached):
     assert logs_apart(whole, split) < 1e-6
 
 
+@pytest.mark.parametrize("number", [1, 2, 8])
+def test_a_batch_size_that_counts_neither_is_warned_of_once(number, caplog):
+    """Without a comparison and with equal parts nothing shows whether a constant is the micro-batch's own count."""
+
+    def step(self, batch, batch_idx):
+        self.log("mean", batch[1].double().mean(), batch_size=number)
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    attached = {"target_batch": 8, "max_micro_batch": 2, "check": None}
+    train(made=Made(changes={"training_step": step}), batch_size=8, limit_train_batches=3, attached=attached)
+    warned = [record.message for record in caplog.records if "batch_size=" in record.message]
+    assert len(warned) == (number == 1)
+    assert all("self.log('mean', batch_size=1)" in message and "check=" in message for message in warned)
+
+
 def counted(self, batch, batch_idx, stated):
     """The mean over labels, of which some are ignored: what ``stated`` makes of losses and their number."""
     inputs, classes = batch

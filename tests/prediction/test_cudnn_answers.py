@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autobatch.prediction.cudnn import answers
 from autobatch.prediction.cudnn.answers import Answers, ask_cudnn, find_libraries
-from autobatch.prediction.cudnn.convolution import Convolution
+from autobatch.prediction.cudnn.plans import Convolution
 from autobatch.prediction.workspaces import estimate_workspace
 
 VERSION = 92000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from nets import ConvNet, images, step
 from sampling import sample
 from torch import nn
+from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
 from torch.nn import functional as F
 
 import autobatch
@@ -237,11 +239,77 @@ def test_a_models_output_with_a_loss_is_a_step_of_its_own():
     assert _trace(default_step, model, batch).samples == 2
 
 
-def test_any_other_error_is_told_with_its_first_line():
-    """Type and text, shortened."""
+class OwnError(Exception):
+    """An error whose constructor wants other arguments than it keeps."""
+
+    def __init__(self, sample, reason):
+        super().__init__(f"sample {sample}: {reason}")
+        self.sample = sample
+
+
+def raise_in_forward(error):
+    """Make a step that raises it after its forward pass."""
 
     def run(model, batch):
-        F.cross_entropy(model(batch), torch.zeros(3, dtype=torch.long, device=batch.device))
+        model(batch)
+        raise error
 
-    with pytest.raises(InvalidArgument, match=r"failed on a tensor without memory \(ValueError: Expected input"):
+    return run
+
+
+def raise_in_backward(error):
+    """Make a step that raises it in its backward pass."""
+
+    def fail(_):
+        raise error
+
+    def run(model, batch):
+        output = model(batch)
+        output.register_hook(fail)
+        return output.mean()
+
+    return run
+
+
+_ERRORS = [ValueError("labels"), OwnError(3, "damaged"), FileNotFoundError(2, "none", "a.png"), KeyboardInterrupt("k")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="traces fork on Linux only")
+@pytest.mark.parametrize("raise_in", [raise_in_forward, raise_in_backward])
+@pytest.mark.parametrize("error", [*_ERRORS, SystemExit(3)], ids=lambda error: type(error).__name__)
+def test_errors_of_the_users_step_come_out_as_they_were_raised(error, raise_in):
+    """Class, text and attributes, through the process that traces; a note names the line."""
+    with pytest.raises(type(error)) as caught:
+        autobatch.predict(nn.Linear(16, 16), torch.zeros(2, 16), raise_in(error), gpu="1GiB")
+    assert type(caught.value) is type(error)
+    assert (str(caught.value), caught.value.args) == (str(error), error.args)
+    own = {name: value for name, value in vars(error).items() if name != "__notes__"}
+    assert {name: vars(caught.value)[name] for name in own} == own
+    assert getattr(caught.value, "filename", None) == getattr(error, "filename", None)
+    (note,) = caught.value.__notes__
+    assert re.search(rf"predict.* on tensors without memory; {re.escape(__file__)}:\d+: `raise error`$", note)
+
+
+def test_torchs_own_errors_come_out_as_they_were_raised():
+    """A wrong shape is the user's, whoever raises it."""
+
+    def run(model, batch):
+        return F.cross_entropy(model(batch), torch.zeros(3, dtype=torch.long, device=batch.device))
+
+    with pytest.raises(ValueError, match=r"^Expected input batch_size") as caught:
         _trace(run)
+    assert not isinstance(caught.value, InvalidArgument)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnsupportedFakeTensorException("quantized tensors"),
+        NotImplementedError("Could not run 'own::count' with arguments from the 'Meta' backend."),
+        RuntimeError("Cannot access data pointer of Tensor (e.g. FakeTensor, FunctionalTensor)."),
+    ],
+)
+def test_what_only_tensors_without_memory_raise_is_explained(error):
+    """On a card the step would not raise it."""
+    with pytest.raises(InvalidArgument, match=rf"`raise error` failed on .* without memory \({type(error).__name__}: "):
+        _trace(raise_in_forward(error))

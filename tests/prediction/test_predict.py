@@ -228,18 +228,17 @@ def test_a_step_that_is_a_line_is_proven_at_the_size_of_the_plan(prediction):
     assert f"the step was traced at {prediction.proven_at} samples" in prediction.explain()
 
 
-def test_a_size_that_cannot_be_traced_is_said_to_be_in_doubt():
-    """With the reason of the step itself."""
+def test_an_error_at_the_predicted_size_comes_out_as_it_was_raised():
+    """A plan for this size would meet it; the note says with how many samples."""
 
     def run(model, batch):
         if len(batch) > 70:
             raise ValueError("too many for me")
         return model(batch).mean()
 
-    found = autobatch.predict(nn.Linear(4, 4), torch.zeros(2, 4), run, gpu="24GiB", target_batch=256)
-    assert found.proven_at == 0
-    assert "too many for me" in found.doubt
-    assert "the step was not traced at 256 samples" in " ".join(found.explain().split())
+    with pytest.raises(ValueError, match="too many for me") as caught:
+        autobatch.predict(nn.Linear(4, 4), torch.zeros(2, 4), run, gpu="24GiB", target_batch=256)
+    assert "with 256 samples" in caught.value.__notes__[0]
 
 
 def _with_outputs(model, batch):

@@ -11,7 +11,7 @@ from torch import nn
 
 import autobatch
 from autobatch._formatting import format_bytes
-from autobatch.prediction.record import Change
+from autobatch.prediction.prediction import Change
 
 pytestmark = pytest.mark.predicts
 

@@ -12,7 +12,7 @@ from torch import nn
 import autobatch
 from autobatch._formatting import format_bytes
 from autobatch.prediction.cards import GPUS
-from autobatch.prediction.record import Change, Reach
+from autobatch.prediction.prediction import Change, Reach
 
 pytestmark = pytest.mark.predicts
 

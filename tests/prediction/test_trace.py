@@ -218,7 +218,7 @@ def test_nothing_changes_when_the_step_fails_either():
         module.head = None
         step(module, batch)
 
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(TypeError):
         trace(Workload(model, run), describe(images()), 2)
     assert differences(bits_of(model), before) == []
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -19,14 +20,15 @@ from typing import Any
 
 import torch
 
+from autobatch._formatting import plural
 from autobatch.errors import InvalidArgument
 from autobatch.integrations.lightning.outputs import Way, combine
 
+_log = logging.getLogger("autobatch")
 _ADDED_UP = frozenset(("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat", "NoneType"))
 _WAYS: Mapping[str, Way] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
-Key = tuple[str, int]
-"""A call's name, and which call of that name it is."""
+Key = tuple[str, int]  # a call's name, and which call of that name it is
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class BatchSizes:
     def __init__(self) -> None:
         self.is_whole: dict[Key, bool] = {}
         self._seen: dict[Key, tuple[set[int], set[int]]] = {}  # the numbers, and the sizes of the parts
+        self._guessed: set[Key] = set()
 
     def begin(self) -> None:
         """Begin a batch: its parts are compared with each other only."""
@@ -95,41 +98,59 @@ class BatchSizes:
             elif len(sizes) > 1:
                 self.is_whole[key] = True
 
+    def guess(self, key: Key, number: int, size: int, wholes: Container[int | None]) -> bool:
+        """Guess whether a call passes the whole batch's number, where all parts have one size and pass one number."""
+        is_known = number == size or number in wholes
+        if not is_known and key not in self._guessed:
+            self._guessed.add(key)
+            _log.warning(
+                "self.log(%r, batch_size=%d) is neither the %s of a micro-batch nor those of the batch, and is taken "
+                "for the micro-batch's own count: leave batch_size= out, or do not pass check=None",
+                key[0],
+                number,
+                plural(size, "sample"),
+            )
+        return number in wholes
+
 
 def merge_calls(
-    micro_batches: Sequence[tuple[float, Sequence[LogCall]]],
+    micro_batches: Sequence[tuple[int, float, Sequence[LogCall]]],
     wholes: Container[int | None],
-    is_whole: Mapping[Key, bool],
+    batch_sizes: BatchSizes,
 ) -> list[LogCall]:
     """Return the calls that the whole batch would have made.
 
     Args:
-        micro_batches: A weight and the calls of each.
+        micro_batches: Samples, weight and calls of each.
         wholes: Number of samples of all of them, and the loader's batch size.
-        is_whole: Calls whose ``batch_size=`` is known to be the whole batch's, or the micro-batch's own.
+        batch_sizes: What the calls pass as ``batch_size=``.
     """
-    found: dict[Key, list[tuple[float, LogCall]]] = {}
-    for weight, calls in micro_batches:
+    found: dict[Key, list[tuple[int, float, LogCall]]] = {}
+    for size, weight, calls in micro_batches:
         for key, call in _with_keys(calls):
-            found.setdefault(key, []).append((weight, call))
-    return [_merge(calls, wholes, is_whole=is_whole.get(key)) for key, calls in found.items()]
+            found.setdefault(key, []).append((size, weight, call))
+    return [_merge(key, calls, wholes, batch_sizes) for key, calls in found.items()]
 
 
-def _merge(calls: Sequence[tuple[float, LogCall]], wholes: Container[int | None], *, is_whole: bool | None) -> LogCall:
-    last = calls[-1][1]
+def _merge(
+    key: Key, parts: Sequence[tuple[int, float, LogCall]], wholes: Container[int | None], batch_sizes: BatchSizes
+) -> LogCall:
+    calls = [call for _, _, call in parts]
+    last = calls[-1]
     reduction = last.options.get("reduce_fx", "mean")
     way = _WAYS.get(str(getattr(reduction, "__name__", reduction)).lower())
     # Lightning refuses what is no number, and an own ``reduce_fx``. A running value has seen all samples at its end.
-    if len(calls) == 1 or way is None or not _is_number(last.value) or _is_running([call for _, call in calls]):
+    if len(calls) == 1 or way is None or not _is_number(last.value) or _is_running(calls):
         return last
-    weights, options = [weight for weight, _ in calls], dict(last.options)
-    given = [call.options.get("batch_size") for _, call in calls]
-    numbers = [int(number) for number in given if number is not None]
-    if is_whole is None:  # no two parts differed in size
-        is_whole = all(number in wholes for number in numbers)
-    if len(numbers) == len(calls) and not is_whole:
-        weights, options["batch_size"] = [float(number) for number in numbers], sum(numbers)
-    return LogCall(last.name, combine(way, [call.value for _, call in calls], weights), options)
+    weights, options = [weight for _, weight, _ in parts], dict(last.options)
+    numbers = [int(number) for call in calls if (number := call.options.get("batch_size")) is not None]
+    if len(numbers) == len(calls):
+        is_whole = batch_sizes.is_whole.get(key)
+        if is_whole is None:  # no two parts differed in size
+            is_whole = batch_sizes.guess(key, numbers[0], parts[0][0], wholes)
+        if not is_whole:
+            weights, options["batch_size"] = [float(number) for number in numbers], sum(numbers)
+    return LogCall(last.name, combine(way, [call.value for call in calls], weights), options)
 
 
 def _is_number(value: Any) -> bool:

@@ -223,9 +223,9 @@ class Optimization:
         loss = combine("mean", [output.loss for output in outputs], weights) if outputs else None
         beside = join_outputs([output.beside for output in outputs], sizes, weights)
         self._closed = self._loop.output_result_cls(loss, extra=beside)
-        logged = [(output.weight, output.logged) for output in outputs]
+        logged = [(output.size, output.weight, output.logged) for output in outputs]
         wholes = {sum(sizes), getattr(self._trainer.train_dataloader, "batch_size", None)}
-        calls = merge_calls(logged, wholes, self._step.batch_sizes.is_whole)
+        calls = merge_calls(logged, wholes, self._step.batch_sizes)
         if self._metrics.learn(calls):
             raise UnknownMetric
         self._metrics.end()

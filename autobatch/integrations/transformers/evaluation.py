@@ -42,9 +42,7 @@ from autobatch.undo.undo import Undo
 
 _log = logging.getLogger("autobatch")
 
-Outputs = tuple[Any, Any, Any]
-"""Loss, logits and labels, as ``prediction_step`` returns them; each may be ``None``."""
-
+Outputs = tuple[Any, Any, Any]  # loss, logits and labels, as prediction_step returns them; each may be None
 _FEW = 5  # samples whose losses are read, in unequal parts
 _NEAR = 1e-4  # relative error with which a reading explains a loss
 _COARSE = 2e-2  # the same in bfloat16 or float16, whose last bit is 0.4 %

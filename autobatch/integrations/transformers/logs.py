@@ -23,8 +23,7 @@ TABLES = "_metrics", "_stored_metrics"  # TRL's lists, by "train" or "eval"
 _TOTAL = "_total_train_tokens"  # where TRL adds up the tokens of all ranks
 _CHOSEN, _REJECTED, _MARGINS = "rewards/chosen", "rewards/rejected", "rewards/margins"
 
-Exchange = Callable[[Any], Sequence[Any]]
-"""Sends something to all ranks; returns what each has sent."""
+Exchange = Callable[[Any], Sequence[Any]]  # sends something to all ranks; returns what each has sent
 
 
 @dataclass(frozen=True)

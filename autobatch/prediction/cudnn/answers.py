@@ -13,14 +13,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.cudnn.plans import DEVICES
+from autobatch.prediction.cudnn.plans import DEVICES, Convolution
 
-_MOST_SECONDS = 60.0
-"""For all questions of one call: a question takes 13 ms."""
-
-_MOST_PROCESSES = 3
-"""After as many aborts the other questions have no answer."""
+_MOST_SECONDS = 60.0  # for all questions of one call: a question takes 13 ms
+_MOST_PROCESSES = 3  # after as many aborts the other questions have no answer
 
 
 class Answers(NamedTuple):

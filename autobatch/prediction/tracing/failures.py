@@ -1,4 +1,4 @@
-"""Explains why a step could not be traced, with the user's own line."""
+"""Tells errors of the user's step from what cannot be traced, and explains the latter with the user's own line."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from autobatch._formatting import plural
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.tracing.fake_device import DEVICE
+from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE
 
 _RAISES_ON_CARDS = ("Expected all tensors to be on the same device", "No available kernel", "cudnn RNN backward")
 """Beginnings of torch's messages that cards raise too."""
 
-_NO_VALUES = "needs a tensor's value, and there are none: leave it out of the step, or run fit() on a GPU"
+_NEED_VALUES = (DataDependentOutputException, GuardOnDataDependentSymNode)
 _READS = (
     ".numpy() is not supported for tensor subclasses",  # torch/csrc/autograd/python_variable_methods.cpp
     ".tolist() is not supported for tensor subclasses",
@@ -31,9 +32,14 @@ _READS = (
 )
 """Other messages of torch when a fake tensor is read."""
 
+_OF_FAKES = ("torch._subclasses", "torch.fx.experimental")
+"""Modules whose errors are about tensors without memory only."""
+_NAMES_FAKES = re.compile(rf"FakeTensor|{DEVICE_TYPE}|'Meta'|[Mm]eta tensor|data pointer")
+
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
-_PACKAGES = (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[2])  # torch and this one
-_OURS = ("<frozen", *(f"{folder}{os.sep}" for folder in _PACKAGES))
+_PACKAGES = (Path(torch.__file__).parent, Path(__file__).parents[2])  # torch and this one
+_FOLDERS = {str(folder) for path in _PACKAGES for folder in (path, path.resolve())}
+_OURS = ("<frozen", *(f"{folder}{os.sep}" for folder in _FOLDERS))
 _LIBRARY = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")})
 _LONGEST = 120
 
@@ -42,34 +48,45 @@ class TooLong(InvalidArgument):
     """A trace has too many events."""
 
 
-def explain(error: Exception) -> str:
-    """One line: the place in the user's code, what happened, and what to do."""
-    return f"{_line_of(error)} {_cause_of(error)}"
+def explain(error: BaseException) -> str:
+    """Explain why a step cannot be traced: the user's line, what happened, what to do. Empty if the error is theirs."""
+    cause = _find_cause(error)
+    return cause and f"{_line_of(error)} {cause}"
 
 
-def _cause_of(error: Exception) -> str:
-    needs_value = isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode))
-    if needs_value or any(words in str(error) for words in _READS):
-        return _NO_VALUES
-    if isinstance(error, DynamicOutputShapeException):
-        return (
+def describe_place(error: BaseException, samples: int) -> str:
+    """Describe where the user's step raised an error, for a note."""
+    size = plural(samples, "sample")
+    return f"raised while autobatch.predict traced the step with {size} on tensors without memory; {_line_of(error)}"
+
+
+def _find_cause(error: BaseException) -> str:
+    text = str(error)
+    first_line = (text.strip().splitlines() or [""])[0]
+    if isinstance(error, _NEED_VALUES) or any(words in text for words in _READS):
+        cause = "needs a tensor's value, and there are none: leave it out of the step, or run fit() on a GPU"
+    elif isinstance(error, DynamicOutputShapeException):
+        cause = (
             f"makes a tensor whose size depends on values ({error.func}), so its memory cannot be predicted; run fit() "
             f"on a GPU"
         )
-    if isinstance(error, UnsupportedOperatorException):
-        return f"calls {error.func}, which cannot run without memory; run fit() on a GPU"
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    if first_line.startswith(_RAISES_ON_CARDS):
-        return f"would raise on a card: {first_line.replace(DEVICE, 'the card')}"
-    if "fork-based multiprocessing" in str(error):  # torch/csrc/autograd/engine.cpp
-        return (
+    elif isinstance(error, UnsupportedOperatorException):
+        cause = f"calls {error.func}, which cannot run without memory; run fit() on a GPU"
+    elif first_line.startswith(_RAISES_ON_CARDS):
+        cause = f"would raise on a card: {first_line.replace(DEVICE, 'the card')}"
+    elif "fork-based multiprocessing" in text:  # torch/csrc/autograd/engine.cpp
+        cause = (
             "was not run: this process is a fork of one that had run a backward pass on a GPU, and can run none; "
             "predict in the process that it was forked from, or in a new one"
         )
-    return f"failed on a tensor without memory ({type(error).__name__}: {first_line[:200]})"
+    elif type(error).__module__.startswith(_OF_FAKES) or _NAMES_FAKES.search(text):
+        cause = f"failed on a tensor without memory ({type(error).__name__}: {first_line[:200]}); run fit() on a GPU"
+    else:
+        cause = ""
+    return cause
 
 
-def _line_of(error: Exception) -> str:
+def _line_of(error: BaseException) -> str:
     """The user's innermost line, and that of an installed package if it called torch."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not _is_librarys(frame.filename)]

@@ -39,9 +39,7 @@ _PROBE.restype, _PROBE.argtypes = None, ()
 _rescued: list[BaseException] = []
 
 
-class _FakeGpu:
-    """The module ``torch.fakegpu``, which torch asks about the device."""
-
+class _FakeGpu:  # the module ``torch.fakegpu``, which torch asks about the device
     is_present = False  # only while a step is traced; else others would take it for this machine's accelerator
 
     def is_available(self) -> bool:
@@ -150,7 +148,7 @@ def original_errors() -> Iterator[None]:
     try:
         yield
         return
-    except Exception:
+    except BaseException:
         if not _rescued:
             raise
     raise _rescued.pop(0)
@@ -182,7 +180,6 @@ class DeviceNames(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function with other devices."""
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0].to(DEVICE)

@@ -11,7 +11,6 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from autobatch._wrappers import state_of
 from autobatch.batch.tree import map_tensors, tensors_of, with_fresh_containers
@@ -39,7 +38,6 @@ class Circumstances(NamedTuple):
     parallelism: Parallelism | None = None  # None: one process
 
     def once(self) -> Circumstances:
-        """The same with one step: the beginning of the trace of two."""
         return self._replace(steps=1)
 
 
@@ -49,10 +47,14 @@ class DryRun:
     def __init__(
         self, workload: Workload, recorder: Recorder, fakes: FakeModel, names: DeviceNames, circumstances: Circumstances
     ) -> None:
-        self._rank = _choose_rank(circumstances.parallelism, workload.model, recorder, fakes)
+        parallelism = circumstances.parallelism
+        self._rank = OneRank()
+        if parallelism is not None and parallelism.strategy == "ddp":
+            self._rank = Replicated(workload.model, recorder)
+        elif parallelism is not None:
+            self._rank = FullySharded(workload.model, recorder, fakes.shards, parallelism.world_size)
         self.recorder, self._names = recorder, names
         self._workload, self._circumstances = _without_counts(workload), circumstances
-        self._modules = [*workload.model.modules()]
         owned = [(name, p) for name, module in workload.model.named_modules() for p in module._parameters.values()]
         self._owners = {id(self._rank.part_of(p)): name for name, p in reversed(owned) if p is not None}
         self._optimizer = None if workload.optimizer is None else fakes.optimizer(workload.optimizer)
@@ -82,19 +84,22 @@ class DryRun:
         self._outputs = outputs  # in ``result = runner.step(batch)`` the last result lives until the next one
 
     def explain_loss(self, batch: Any) -> str:
-        """Explain what the default step takes for a loss."""
         with self._names:
             return explain_default(self._workload.model, map_tensors(batch, self._place))
 
     def _accumulate(self, batch: Any, outputs: list[Any], *, is_placed: bool) -> None:
-        held = _hold_state(self._workload.model)
+        # The Runner holds the tensors of modules during a step, and copies of their buffers. Aliases take no memory,
+        # so no mode need see them: that took a ninth of a ResNet-50's trace.
+        with torch._C._DisableTorchDispatch():
+            state = ModuleState([self._workload.model])
+        copies = [buffer.detach().clone() for buffer in state.buffers]
         self._sums.begin(self._parameters)
         for _ in range(self._circumstances.micro_batches):
             self._run_micro_batch(batch, outputs, is_placed=is_placed)
         self.recorder.log.phase = "optimizer"
         self._rank.reduce(self._parameters, self._sums)
         self._sums.end()
-        del held
+        del state, copies
         self._label_gradients()
         if self._optimizer is not None:
             make_state(self._optimizer)
@@ -155,14 +160,6 @@ class DryRun:
                 self.recorder.label(gradient, "gradient", self._owners.get(id(parameter), ""))
 
 
-def _hold_state(model: nn.Module) -> tuple[ModuleState, list[torch.Tensor]]:
-    """Hold what the Runner holds during a step: the tensors of modules, and copies of their buffers."""
-    # Aliases take no memory, so no mode need see them: that took a ninth of a ResNet-50's trace.
-    with torch._C._DisableTorchDispatch():
-        state = ModuleState([model])
-    return state, [buffer.detach().clone() for buffer in state.buffers]
-
-
 def _without_counts(workload: Workload) -> Workload:
     """The same step with counts of 1 for counts in tensors, which have no values here."""
 
@@ -181,11 +178,3 @@ def _without_count(loss: Any) -> Any:
     if isinstance(loss, (Mean, Sum)) and isinstance(loss.count, torch.Tensor):
         return replace(loss, count=1)
     return loss
-
-
-def _choose_rank(parallelism: Parallelism | None, model: nn.Module, recorder: Recorder, fakes: FakeModel) -> OneRank:
-    if parallelism is None:
-        return OneRank()
-    if parallelism.strategy == "ddp":
-        return Replicated(model, recorder)
-    return FullySharded(model, recorder, fakes.shards, parallelism.world_size)

@@ -75,7 +75,6 @@ class _Observer(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator."""
         if func is torch.ops.aten.add.Tensor:
             self.seen.append(holders_of(args))
         return func(*args, **(kwargs or {}))

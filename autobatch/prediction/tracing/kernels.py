@@ -15,8 +15,7 @@ import torch
 
 _aten = torch.ops.aten
 _GROUPED = getattr(getattr(_aten, "_grouped_mm", None), "default", None)
-_ALIGNED_BYTES = 16
-"""The rows of a grouped product are padded to a multiple of it."""
+_ALIGNED_BYTES = 16  # the rows of a grouped product are padded to a multiple of it
 _PRODUCTS = frozenset((
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.addmv.default,
     _aten.mv.default, _aten.dot.default, _GROUPED,
@@ -38,7 +37,6 @@ _FLASH_ROWS, _FLASH_COLUMNS = 128, 32
 
 
 def uses_cublas(func: Any) -> bool:
-    """Whether an operator takes a handle of cuBLAS."""
     return func in _PRODUCTS
 
 
@@ -193,10 +191,5 @@ def find_grouped_product(
         raise RuntimeError(f"matrix batch sizes have to match, not be {sorted(groups)}")
     is_stacked = left.dim() == right.dim()
     shape = (*(groups if is_stacked else ()), left.shape[-2], right.shape[-1])
-    return shape, _pad_rows(shape, dtype), dtype
-
-
-def _pad_rows(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    aligned = _ALIGNED_BYTES // dtype.itemsize
-    row = -(-shape[-1] // aligned) * aligned
-    return (row * shape[-2], row, 1)[-len(shape) :]
+    row = _round_up(shape[-1], _ALIGNED_BYTES // dtype.itemsize)
+    return shape, (row * shape[-2], row, 1)[-len(shape) :], dtype

@@ -63,12 +63,10 @@ def check_devices(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def is_on_device(value: Any) -> bool:
-    """Whether this is a fake tensor on the fake device."""
     return isinstance(value, FakeTensor) and value.fake_device.type == DEVICE_TYPE
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in arguments, also those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -86,7 +84,10 @@ class Operators:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``func(*args, **kwargs)``."""
         kind = _kind_of(func)
-        key = None if kind == "other" else _key_of_call(func, args, kwargs)
+        try:
+            key = None if kind == "other" else (func, _key_of(args), _key_of([*kwargs.items()]))
+        except _UnknownArgumentError:
+            key = None
         if key is None:
             return func(*args, **kwargs)
         if kind == "view":
@@ -100,7 +101,8 @@ class Operators:
             return made[0] if container is FakeTensor else container(made)
         result = self._compute(func, args, kwargs)
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, *kwargs.values()))}
-        specs = _describe(result, given)
+        parts = list(result) if isinstance(result, (tuple, list)) else [result]
+        specs = _specify(parts, given) if all(part is None or is_on_device(part) for part in parts) else []
         if specs:
             self._known[key] = (type(result), specs)
         return result
@@ -115,7 +117,12 @@ class Operators:
     def _write_out(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The result of torch's decomposition with plain tensors, in a tenth of the time; ``None`` if it is not new."""
         with torch._C._DisableTorchDispatch():
-            plain = [_imitate_plainly(value) if isinstance(value, torch.Tensor) else value for value in args]
+            plain = [
+                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+                if isinstance(value, torch.Tensor)
+                else value
+                for value in args
+            ]
             made = decomposition_table[func](*plain)
             given = {tensor.untyped_storage()._cdata for tensor in tensors_in(plain)}
             specs = _specify(made if isinstance(made, tuple) else (made,), given)
@@ -144,11 +151,6 @@ class Operators:
         return FakeTensor(self._mode, meta, self._device)
 
 
-def _describe(result: Any, given: set[int]) -> list[_Spec | None]:
-    parts = list(result) if isinstance(result, (tuple, list)) else [result]
-    return _specify(parts, given) if all(part is None or is_on_device(part) for part in parts) else []
-
-
 def _specify(parts: Sequence[torch.Tensor | None], given: set[int]) -> list[_Spec | None]:
     """Shapes, strides and dtypes of results; empty unless all are new tensors that fill their storages.
 
@@ -161,10 +163,6 @@ def _specify(parts: Sequence[torch.Tensor | None], given: set[int]) -> list[_Spe
     return [part if part is None else (tuple(part.shape), part.stride(), part.dtype) for part in parts]
 
 
-def _imitate_plainly(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
 def _fills_its_storage(tensor: torch.Tensor) -> bool:
     spans = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     count = 1 + sum(spans) if tensor.numel() else 0
@@ -173,13 +171,6 @@ def _fills_its_storage(tensor: torch.Tensor) -> bool:
 
 class _UnknownArgumentError(Exception):
     """An argument does not determine the result's shape."""
-
-
-def _key_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
-    try:
-        return func, _key_of(args), tuple((name, _key_of(value)) for name, value in kwargs.items())
-    except _UnknownArgumentError:
-        return None
 
 
 def _key_of(value: Any) -> Any:

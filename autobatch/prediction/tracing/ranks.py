@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +23,14 @@ from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder
 from autobatch.undo.gradients import Float32Sums
 
-_BROADCAST_BYTES = 250 * 2**20
-"""``DistributedDataParallel.broadcast_bucket_size``."""
-_IN_FLIGHT = 3
-"""A third broadcast begins before the first has ended (torch/csrc/distributed/c10d/comm.cpp)."""
+_BROADCAST_BYTES = 250 * 2**20  # DistributedDataParallel.broadcast_bucket_size
+_IN_FLIGHT = 3  # a third broadcast begins before the first has ended (torch/csrc/distributed/c10d/comm.cpp)
 
 
 class OneRank:
     """The only rank, which holds the whole model and sums over no others."""
 
     def part_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The part of a parameter that this rank holds and steps."""
         return parameter
 
     def reduce(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:
@@ -79,7 +77,6 @@ class Replicated(OneRank):
         self._reduction.sum([*there, GradientSlot(loss, {})])
 
     def share_buffers(self) -> None:
-        """Copy the buffers, as the Runner sends them."""
         SharedBuffers([*self._model.buffers()])
 
     def _label(self, buckets: Iterable[torch.Tensor]) -> None:
@@ -95,7 +92,6 @@ def _group_by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]
 
 
 def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
-    """Allocate flat copies of the tensors, a few at once."""
     held: list[torch.Tensor] = []
     for alike in _group_by_dtype(tensors):
         count = 0
@@ -107,8 +103,7 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
                 count = 0
 
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
-"""A whole parameter, and this rank's shard."""
+_Pair = tuple[torch.Tensor, torch.Tensor]  # a whole parameter, and this rank's shard
 
 
 @dataclass(eq=False)
@@ -145,23 +140,13 @@ class FullySharded(OneRank):
         self._reducing: list[torch.Tensor] = []  # a reduce-scatter's input, until the next one begins
         self._ends_backward = False
         for unit in self._units:
-            self._follow(unit)
+            unit.module.register_forward_pre_hook(partial(self._enter_forward, unit), prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(partial(self._leave_forward, unit))
 
     def part_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter's shard."""
         return self._shards.get(parameter, parameter)
 
-    def _follow(self, unit: _Unit) -> None:
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return self._enter_forward(unit, args, kwargs)
-
-        def leave(_: nn.Module, _args: Any, output: Any) -> None:
-            self._leave_forward(unit, output)
-
-        unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(leave)
-
-    def _enter_forward(self, unit: _Unit, args: Any, kwargs: Any) -> Any:
+    def _enter_forward(self, unit: _Unit, _: nn.Module, args: Any, kwargs: Any) -> Any:
         if unit.phase == "backward":  # a checkpoint runs it again
             self._gather(unit)
             self._copy_out(unit)
@@ -174,7 +159,7 @@ class FullySharded(OneRank):
             self._copied = self._copy_out(unit)
         return _after_backward(lambda: self._reduce(unit), (args, kwargs))
 
-    def _leave_forward(self, unit: _Unit, output: Any) -> None:
+    def _leave_forward(self, unit: _Unit, _: nn.Module, _args: Any, output: Any) -> None:
         if unit is self._root:
             self._copied = []
         if unit.phase == "backward" or not unit.pairs:
@@ -210,7 +195,7 @@ class FullySharded(OneRank):
     def _gather(self, unit: _Unit) -> None:
         """Begin an all-gather, unless its buffer or its result exists."""
         if not unit.whole and not unit.gathered:
-            byte_count = sum(_padded(shard, self._world_size) * shard.element_size() for _, shard in unit.pairs)
+            byte_count = self._world_size * sum(shard.nbytes for _, shard in unit.pairs)
             with self._recorder.log.on_stream("all-gather"):
                 unit.gathered = [self._allocate(byte_count, torch.uint8, "all-gather", unit)]
 
@@ -219,7 +204,7 @@ class FullySharded(OneRank):
         buffer, unit.gathered = unit.gathered, []
         if buffer:
             unit.whole = [
-                self._allocate(_padded(shard, self._world_size), shard.dtype, "gathered parameter", unit)
+                self._allocate(self._world_size * shard.numel(), shard.dtype, "gathered parameter", unit)
                 for _, shard in unit.pairs
             ]
         return buffer
@@ -239,22 +224,21 @@ class FullySharded(OneRank):
         if not found:
             return
         dtype = gradients[0].dtype
-        count = sum(_padded(shard, self._world_size) for _, shard in found)
-        self._reducing = [self._allocate(count, dtype, "reduce-scatter", unit)]
+        count = sum(shard.numel() for _, shard in found)
+        self._reducing = [self._allocate(self._world_size * count, dtype, "reduce-scatter", unit)]
         gradients.clear()
         with torch.no_grad(), self._recorder.log.on_stream("reduce-scatter"):
-            reduced = self._allocate(count // self._world_size, dtype, "temporary", unit)
-            self._add([shard for _, shard in found], reduced)
-
-    def _add(self, shards: Sequence[torch.Tensor], reduced: torch.Tensor) -> None:
-        for shard, part in zip(shards, reduced.split([shard.numel() for shard in shards]), strict=True):
-            gradient = part.view(shard.shape)
-            if shard.grad is None:
-                shard.grad = gradient
-            else:
-                shard.grad.add_(gradient)
-            for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
-                hook(shard)
+            reduced = self._allocate(count, dtype, "temporary", unit)
+            parts = reduced.split([shard.numel() for _, shard in found])
+            del reduced
+            for (_, shard), part in zip(found, parts, strict=True):
+                gradient = part.view(shard.shape)
+                if shard.grad is None:
+                    shard.grad = gradient
+                else:
+                    shard.grad.add_(gradient)
+                for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
+                    hook(shard)
 
     def _allocate(self, count: int, dtype: torch.dtype, kind: Any, unit: _Unit) -> torch.Tensor:
         made = torch.empty(count, dtype=dtype, device=DEVICE)
@@ -273,10 +257,6 @@ def _divide(model: nn.Module, shards: Mapping[torch.Tensor, torch.Tensor]) -> It
     rest = [(parameter, shards[parameter]) for parameter in model.parameters() if id(parameter) not in taken]
     yield _Unit(model, "", rest, reshards=False)
     yield from others
-
-
-def _padded(shard: torch.Tensor, world_size: int) -> int:
-    return shard.numel() * world_size
 
 
 def _differentiable(values: Sequence[Any]) -> list[torch.Tensor]:

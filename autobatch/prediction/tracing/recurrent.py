@@ -70,8 +70,8 @@ class _CuDNN(torch.autograd.Function):
         sequence = _time_first(inputs, call)
         results = sequence.new_empty((call.steps, call.samples, call.directions * call.results))
         last = [torch.empty_like(hidden)] if cell is None else [torch.empty_like(hidden), torch.empty_like(cell)]
-        workspace = _bytes(sequence, workspace_bytes(call))
-        reserve = _bytes(sequence, reserve_bytes(call) if call.trains else 0)
+        workspace = sequence.new_empty(workspace_bytes(call), dtype=torch.uint8)
+        reserve = sequence.new_empty(reserve_bytes(call) if call.trains else 0, dtype=torch.uint8)
         del workspace
         output = results.transpose(0, 1) if call.batch_first else results
         ctx.save_for_backward(inputs, hidden, cell, output, reserve, buffer, *weights)
@@ -88,10 +88,10 @@ class _CuDNN(torch.autograd.Function):
         sequence, given = _time_first(inputs, call), _time_first(gradients[0], call)
         by_input = torch.empty_like(sequence)
         by_state = [None if state is None else torch.empty_like(state) for state in (hidden, cell)]
-        workspace = _bytes(sequence, workspace_bytes(call))
+        workspace = sequence.new_empty(workspace_bytes(call), dtype=torch.uint8)
         del workspace, given
         buffer = sequence.new_zeros(sum(weight.numel() for weight in weights))
-        workspace = _bytes(sequence, workspace_bytes(call))
+        workspace = sequence.new_empty(workspace_bytes(call), dtype=torch.uint8)
         del workspace, sequence
         by_input = by_input.transpose(0, 1) if call.batch_first else by_input
         of_inputs, of_states = ctx.dtypes
@@ -104,10 +104,6 @@ class _CuDNN(torch.autograd.Function):
 def _time_first(sequence: torch.Tensor, call: Recurrence) -> torch.Tensor:
     """Steps first and dense, which cuDNN asks for: a copy where the batch comes first."""
     return (sequence.transpose(0, 1) if call.batch_first else sequence).contiguous()
-
-
-def _bytes(beside: torch.Tensor, count: int) -> torch.Tensor:
-    return beside.new_empty(count, dtype=torch.uint8)
 
 
 def _kernel(cell: Cell, device_type: str) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -10,21 +10,20 @@ import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from autobatch._user_errors import add_note, contextmanager
 from autobatch.batch.samples import Layout
 from autobatch.batch.tree import holds_registered, map_tensors, tensors_of
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.memory.device import collecting_new_objects
 from autobatch.prediction.child_process import begin_apart
-from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
-from autobatch.prediction.tracing.failures import TooLong, explain
+from autobatch.prediction.tracing.failures import TooLong, describe_place, explain
 from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, DeviceNames, present, register, without_waiting
 from autobatch.prediction.tracing.fake_model import FakeModel, Location, modules_of
 from autobatch.prediction.tracing.fake_step import Circumstances, DryRun
@@ -37,12 +36,10 @@ from autobatch.undo.random_state import RandomState
 SIZES = (2, 67)
 """Two sizes give the lines. One sample is another program, as views of size 1 skip copies. Padding to 8 and chunks of
 16 are a line at 2 and 3, and none at 2 and 67. ``retrace`` finds what is a line at both, such as padding to 128."""
-_THIRD = 3
-"""Traced if a line falls below 0 at no samples: ``n - 1`` does, and the line through two values of ``n * n``."""
+_THIRD = 3  # traced if a line falls below 0 at no samples: n - 1 does, and the line through two values of n * n
 _USUAL = Circumstances()
 _LADDER = (4, 8, 16, 32, 64, 256, 1024)  # if two sizes run different operators
-_MOST_EVENTS = 60_000
-"""Of one more trace, unless the smallest has half as many: about 5 s (torch 2.13, one core)."""
+_MOST_EVENTS = 60_000  # of one more trace, unless the smallest has half as many: about 5 s (torch 2.13, one core)
 
 
 def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstances = _USUAL) -> Timeline:
@@ -57,7 +54,9 @@ def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstan
     def run(size: int, now: Circumstances = circumstances) -> TracedStep:
         return trace(workload, layout, size, now)
 
-    _load()
+    # Both traces need these before their processes fork: the compiler alone takes 0.8 s (torch 2.13).
+    register()
+    importlib.import_module("torch._dynamo")
     near, far = SIZES
     # Side by side in two processes.
     with begin_apart(lambda: run(near)) as ask_near, begin_apart(lambda: run(far)) as ask_far:
@@ -66,12 +65,6 @@ def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstan
     if lines is not None and (min(lines.fixed, default=0) >= 0 or lines.begins_with(run(_THIRD, circumstances.once()))):
         return lines
     return combine(climb([first, second], _LADDER, run))
-
-
-def _load() -> None:
-    """Load what both traces need before their processes fork: the compiler alone takes 0.8 s (torch 2.13)."""
-    register()
-    importlib.import_module("torch._dynamo")
 
 
 def climb(traced: Sequence[TracedStep], sizes: Sequence[int], run: Callable[[int], TracedStep]) -> list[TracedStep]:
@@ -111,10 +104,11 @@ def trace(
     Raises:
         TooLong: The trace has more than ``most_events``.
     """
-    example = _grow_registered(layout, samples)
+    # Types of the user grow here: their ``take`` may need values of tensors.
+    example = layout.grown(samples) if holds_registered(layout.batch) else layout
     homes = {parameter.device for parameter in workload.parameters()}
     is_placed = any(tensor.device in homes for tensor in tensors_of(example.batch))
-    with _on_fake_model(workload, circumstances, most_events) as run:
+    with _on_fake_model(workload, samples, circumstances, most_events) as run:
         batch = _on_host(example, samples)
         for _ in range(circumstances.steps):
             run.step(batch, is_placed=is_placed)
@@ -123,14 +117,16 @@ def trace(
 
 def explain_loss(workload: Workload, layout: Layout) -> str:
     """Explain what the default step takes for a loss; errors as ``trace_timeline``."""
-    example = _grow_registered(layout, SIZES[0])
-    with _on_fake_model(workload, Circumstances(), sys.maxsize) as run:
+    example = layout.grown(SIZES[0]) if holds_registered(layout.batch) else layout
+    with _on_fake_model(workload, SIZES[0], Circumstances()) as run:
         return run.explain_loss(_on_host(example, SIZES[0]))
 
 
 @contextmanager
-def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events: int) -> Iterator[DryRun]:
-    """Put the model on the fake device within this block; errors name their cause."""
+def _on_fake_model(
+    workload: Workload, samples: int, circumstances: Circumstances, most_events: int = sys.maxsize
+) -> Iterator[DryRun]:
+    """Put the model on the fake device within this block; errors of the user's step leave it as they were raised."""
     _check(workload.model)
     random_state = RandomState(torch.device("cpu"))
     try:
@@ -139,7 +135,10 @@ def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events
         location = Location(workload.model)
         with torch.enable_grad(), _collected_between_steps(), present(), FakeMode() as mode:
             recorder = Recorder(mode, location.name, sole_holder(), most_events)
-            fakes = _make_fakes(workload.model, recorder, circumstances.parallelism)
+            parallelism = circumstances.parallelism
+            is_sharded = parallelism is not None and parallelism.strategy == "fsdp2"
+            sharded = [*workload.model.parameters()] if is_sharded else []
+            fakes = FakeModel(recorder, sharded, parallelism.world_size if parallelism else 1)
             with (
                 recorder,
                 fakes.substitute(modules),
@@ -152,16 +151,13 @@ def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events
                 yield DryRun(workload, recorder, fakes, DeviceNames(types), circumstances)
     except AutobatchError:
         raise
-    except Exception as error:
-        raise InvalidArgument(explain(error)) from error
+    except BaseException as error:
+        if cause := explain(error):
+            raise InvalidArgument(cause) from error
+        add_note(error, describe_place(error, samples))
+        raise
     finally:
         random_state.restore()
-
-
-def _make_fakes(model: nn.Module, recorder: Recorder, parallelism: Parallelism | None) -> FakeModel:
-    if parallelism is None or parallelism.strategy != "fsdp2":
-        return FakeModel(recorder)
-    return FakeModel(recorder, [*model.parameters()], parallelism.world_size)
 
 
 def _check(model: nn.Module) -> None:
@@ -198,11 +194,6 @@ def _without_nested_tensors() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was)
-
-
-def _grow_registered(layout: Layout, samples: int) -> Layout:
-    """Grow a batch that has types of the user here: their ``take`` may need values of tensors."""
-    return layout.grown(samples) if holds_registered(layout.batch) else layout
 
 
 def _on_host(layout: Layout, samples: int) -> Any:
