@@ -1,4 +1,11 @@
-"""Maps a function over a batch or over many samples, in the largest pieces that fit the device."""
+"""Maps a function over a batch or over many samples, in the largest pieces that fit the device.
+
+1. ``samples`` decides what the samples are: those of one batch, of an iterable, or of each batch of a loader.
+2. ``piece`` runs the function on the next samples that fit, and again on fewer if memory runs out. Every piece is kept.
+3. Results are joined to one (a batch), yielded in the order of the samples, or handed to ``on_result``.
+
+An error carries the samples and results that were not handed over.
+"""
 
 from __future__ import annotations
 
@@ -106,11 +113,14 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     check_switch("progress", progress)
     _check_functions(fn, batch, collate, on_result)
     modules = _find_runnable(fn)
-    first = None if are_samples(batch) else _describe(batch)
-    lengths = read_lengths(cut, count_samples(batch) if first is None else first.count)
-    memory = _find_device(device, modules, [] if first is None else first.tensors())
-    memory.watch(tensor for module in modules for tensor in _tensors_of(module))
-    memory.watch([] if first is None else first.tensors())
+    # The samples. One batch is described now; a stream or a loader is read when its samples are needed.
+    whole = None if are_samples(batch) else _describe(batch)
+    lengths = read_lengths(cut, count_samples(batch) if whole is None else whole.count)
+    samples = _open(batch, collate or default_collate, lengths) if whole is None else [BatchSamples(whole, lengths)]
+    # The memory. Weights and the batch are counted before the budget is found, since they hold a part of it.
+    given = [] if whole is None else whole.tensors()
+    memory = _find_device(device, modules, given)
+    memory.watch([*(tensor for module in modules for tensor in _tensors_of(module)), *given])
     allowance = find_allowance(memory, budget, headroom)
     for warning in allowance.warnings:
         logger.warning("map: %s", warning)
@@ -123,11 +133,10 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
         _read_target(to),
         (_Progress(),) if progress and sys.stderr is not None and sys.stderr.isatty() else (),
     )
-    if first is not None:
-        waiting = [BatchSamples(first, lengths)]
-        return _join(runner, waiting[0], first.count) if on_result is None else _hand_over(runner, waiting, on_result)
-    several = _open(batch, collate or default_collate, lengths)
-    return _yield_rows(runner, several) if on_result is None else _hand_over(runner, several, on_result)
+    # The results.
+    if on_result is not None:
+        return _hand_over(runner, samples, on_result)
+    return _yield_rows(runner, samples) if whole is None else _join(runner, samples, whole.count)
 
 
 def _open(samples: Any, collate: Collate, lengths: Lengths | None) -> Iterator[Waiting]:
@@ -163,11 +172,11 @@ def _reported(runner: PieceRunner, left: Callable[[], tuple[list[int], Any]]) ->
             runner.report()
 
 
-def _join(runner: PieceRunner, waiting: Waiting, samples: int) -> Any:
+def _join(runner: PieceRunner, several: Iterable[Waiting], samples: int) -> Any:
     """Return the results of one batch as one."""
     joined = Joined(samples)
     with _reported(runner, lambda: (joined.done, joined.partial())):
-        for done in _run(runner, [waiting]):
+        for done in _run(runner, several):
             _store(runner, joined, done)
             del done
         return joined.result()
@@ -195,11 +204,10 @@ def _hand_over(runner: PieceRunner, several: Iterable[Waiting], on_result: OnRes
 def _store(runner: PieceRunner, joined: Joined, done: Done) -> None:
     """Put the results of a piece into their places; if memory runs out, try once more after a clean-up."""
     for is_last in (False, True):
-        reason, handled = "", sys.exc_info()[1]
+        handled = sys.exc_info()[1]
         try:
             with runner.device.limit(runner.allowance.budget_bytes):
-                joined.add(done.indices, done.result)
-                return
+                return joined.add(done.indices, done.result)
         except Exception as error:
             if not is_oom(error, handled=handled):
                 raise
@@ -213,6 +221,7 @@ def _store(runner: PieceRunner, joined: Joined, done: Done) -> None:
                 f"{format_bytes(runner.allowance.budget_bytes)}; {reason}: pass on_result=, or a larger budget="
                 f"{advice}"
             )
+    return None
 
 
 class _Progress:
@@ -264,7 +273,12 @@ def _find_runnable(fn: Any) -> Sequence[nn.Module]:
             f"and each would run another number of pieces: map in one process with the whole weights, or call the "
             f"model on equally many batches on each rank"
         )
-    _refuse_empty(fn)
+    # A model without values, unless hooks may bring them in for each pass, as those of accelerate do. A function may
+    # call its model with weights from elsewhere.
+    if isinstance(fn, nn.Module) and {tensor.is_meta for tensor in _tensors_of(fn)} == {True}:
+        has_hooks = any(one._forward_pre_hooks or "forward" in vars(one) for one in fn.modules())  # noqa: SLF001
+        if not has_hooks:
+            refuse_meta_model(type(fn).__name__)
     return modules
 
 
@@ -296,18 +310,7 @@ def _find_device(device: Any, modules: Iterable[nn.Module], tensors: Iterable[to
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """List the parameters and buffers."""
     return [*module.parameters(), *module.buffers()]
-
-
-def _refuse_empty(fn: Any) -> None:
-    """Refuse a model without values, unless hooks may bring them in for each pass, as those of accelerate do."""
-    if not isinstance(fn, nn.Module):  # a function may call its model with weights from elsewhere
-        return
-    tensors = _tensors_of(fn)
-    has_hooks = any(one._forward_pre_hooks or "forward" in vars(one) for one in fn.modules())  # noqa: SLF001
-    if tensors and all(tensor.is_meta for tensor in tensors) and not has_hooks:
-        refuse_meta_model(type(fn).__name__)
 
 
 def _read_target(to: Any) -> torch.device | None:

@@ -80,6 +80,7 @@ class PieceRunner:
         while True:
             if self._error is not None and not self._suspects:
                 self._raise(self._error, self._raised_by)  # no sample was found to raise it alone
+            # 1. The next samples, as many as should fit.
             length = waiting.head(self._ran[-1] if self._ran else 0)
             if length is None:
                 return None
@@ -87,6 +88,7 @@ class PieceRunner:
             try:
                 done, reason = self._attempt(waiting, indices, length)
             except Exception as error:
+                # 3. The user's error: halves of the piece run, until one sample raises it alone.
                 if isinstance(error, DoesNotFit) and self._error is not None:
                     self._suspects = 0  # the search ends here, with the error that it is about
                     continue
@@ -102,11 +104,11 @@ class PieceRunner:
             if done is not None:
                 self._is_last_try, self._suspects = False, max(self._suspects - len(indices), 0)
                 return done
+            # 2. Memory ran out: the same samples in smaller pieces.
             self._shrink(indices, length, reason)
 
     @property
-    def may_send_results(self) -> bool:
-        """Whether ``to="cpu"`` would leave more memory on the device."""
+    def may_send_results(self) -> bool:  # so that ``to="cpu"`` would leave more memory on the device
         return self.device.torch_device.type != "cpu" and (self.to is None or self.to.type != "cpu")
 
     def report(self) -> None:

@@ -16,7 +16,6 @@ import torch
 from autobatch._formatting import name_type, plural
 from autobatch.batch.tree import fields_of, is_array, is_sequence, with_fields
 from autobatch.errors import InvalidArgument
-from autobatch.memory.oom import is_oom
 
 Indices = range | list[int]
 _ROOT = "the result"
@@ -32,23 +31,15 @@ def check_result(result: Any, samples: int) -> None:
             )
 
 
-def rows_of(result: Any, samples: int, path: str = _ROOT) -> list[Any]:
-    """List the result of each sample: of tensors rows; raise InvalidArgument if torch cannot take one apart."""
+def rows_of(result: Any, samples: int) -> list[Any]:
+    """List the result of each sample: of tensors rows."""
     if result is None:
         return [None] * samples
     if isinstance(result, list) or is_array(result):
         return list(result)
     if isinstance(result, torch.Tensor):
-        try:
-            return list(result.unbind(0))
-        except RuntimeError as error:
-            if is_oom(error) or not _form_without_rows(result):
-                raise
-        raise InvalidArgument(
-            f"fn returned a {_form_without_rows(result)} {type(result).__name__} as {path}, whose rows cannot be taken "
-            f"apart: return a dense one, or a list with one tensor a sample"
-        )
-    columns = [rows_of(child, samples, path + suffix) for suffix, child in fields_of(result) or ()]
+        return list(result.unbind(0))
+    columns = [rows_of(child, samples) for _, child in fields_of(result) or ()]
     return [with_fields(result, [column[row] for column in columns]) for row in range(samples)]
 
 
@@ -64,7 +55,6 @@ class Joined:
     """
 
     def __init__(self, samples: int) -> None:
-        """Begin without a result."""
         self.samples, self.done = samples, list[int]()
         self._columns: dict[str, Any] | None = None  # by path
         self._kinds: dict[str, str] = {}  # of the first piece's leaves and containers, by path
@@ -88,8 +78,7 @@ class Joined:
             self._columns, self._kinds = columns, {path: _kind(node) for path, node, _ in _nodes(result)}
             self._containers = _fill(result, repeat(None))
             if is_whole:
-                self.done.extend(indices)
-                return
+                return self.done.extend(indices)
         for path, node, _ in _nodes(result):  # containers come first, so that they have the same entries
             if (kind := _kind(node)) != self._kinds[path]:
                 raise InvalidArgument(
@@ -99,7 +88,7 @@ class Joined:
                 )
         for path, column in self._columns.items():
             _write(column, indices, leaves[path])
-        self.done.extend(indices)
+        return self.done.extend(indices)
 
     def result(self) -> Any:
         """Return the results of all samples, in their order; ``None`` before the first piece."""
@@ -125,7 +114,6 @@ def _leaves(result: Any) -> dict[str, Any]:
 
 
 def _fill(containers: Any, leaves: Iterator[Any]) -> Any:
-    """Return the same containers with these leaves."""
     children = None if isinstance(containers, list) else fields_of(containers)
     if children is None:
         return next(leaves)
@@ -133,14 +121,11 @@ def _fill(containers: Any, leaves: Iterator[Any]) -> Any:
 
 
 def _form_without_rows(leaf: Any) -> str:
-    """Name a form of a tensor of which torch cannot give or fill rows in all cases; ``""`` for all else."""
+    """Name a form of a tensor of which torch cannot fill rows in all cases; ``""`` for all else."""
     if not isinstance(leaf, torch.Tensor):
         return ""
-    if leaf.is_nested:
-        return "nested"
-    if leaf.layout is not torch.strided:
-        return f"sparse ({leaf.layout})" if "sparse" in str(leaf.layout) else str(leaf.layout)
-    return "quantized" if leaf.is_quantized else ""
+    form = "" if leaf.layout is torch.strided else str(leaf.layout)
+    return "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else form
 
 
 def count_entries(leaf: Any) -> int | None:
@@ -172,7 +157,6 @@ def _kind(node: Any) -> str:
 
 
 def _make_column(leaf: Any, samples: int) -> Any:
-    """Make room for the results of all samples."""
     if leaf is None:
         return None
     if isinstance(leaf, torch.Tensor):

@@ -47,7 +47,7 @@ class BatchSamples:
             self._order = sort_rows(self._lengths)
 
     def head(self, piece: int) -> int | None:
-        """Return the length of the next sample, 1 if lengths are not known; ``None`` where no sample is left."""
+        """Return the length of the next sample, 1 if it is not known; ``None`` where no sample is left."""
         if self._position >= self._layout.count:
             return None
         return 1 if self._lengths is None else self._lengths[self._order[self._position]]
@@ -68,11 +68,10 @@ class BatchSamples:
         return with_fresh_containers(map_tensors(copy_arrays(part.batch), device.move_tensor))
 
     def drop(self, samples: int) -> None:
-        """Pass over so many samples, which have run."""
         self._position += samples
 
     def tensors(self, samples: int) -> Iterable[torch.Tensor]:
-        """List the user's own tensors, of which a piece may be views."""
+        """Return the user's own tensors, of which a piece may be views."""
         return self._layout.tensors()
 
     def _next(self, samples: int) -> Indices:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,15 +16,10 @@ from autobatch._wrappers import unwrap_model
 from autobatch.batch.tree import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument
 
-_Origin = Literal["loss", "scalar", "mean"]
-
 NO_LOSS = "no step= was given and the output holds no loss: the mean of its floats is taken; pass step= to train"
 
-_EXPLANATIONS: dict[_Origin, str] = {
-    "loss": "no step= was given: the loss is the output's own .loss",
-    "scalar": "no step= was given: the model's scalar output is taken as the loss",
-    "mean": NO_LOSS,
-}
+_OWN = "no step= was given: the loss is the output's own .loss"
+_SCALAR = "no step= was given: the model's scalar output is taken as the loss"
 
 
 def default_step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -45,17 +40,17 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if _takes(model, batch) else model(batch[0])
 
 
-def find_loss(output: Any) -> tuple[_Origin, torch.Tensor]:
-    """Return a scalar to start the backward pass from, and its kind; raise InvalidArgument if the output has none.
+def find_loss(output: Any) -> tuple[str, torch.Tensor]:
+    """Return a scalar to start the backward pass from, and a sentence about it, or raise InvalidArgument.
 
     This is the output's ``.loss`` (an attribute or a key) if it is a tensor. Else it is the output itself if that is a
     scalar tensor, or the mean over all elements of its floating-point tensors, accumulated in at least float32.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
-        return "loss", loss
+        return _OWN, loss
     if isinstance(output, torch.Tensor) and output.ndim == 0:
-        return "scalar", output
+        return _SCALAR, output
     floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.numel() > 0]
     if not floats:
         raise InvalidArgument(
@@ -64,7 +59,7 @@ def find_loss(output: Any) -> tuple[_Origin, torch.Tensor]:
     total = sum(tensor.numel() for tensor in floats)
     means = [tensor.mean(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in floats]
     parts = [mean.to(floats[0].device) * (tensor.numel() / total) for mean, tensor in zip(means, floats, strict=True)]
-    return "mean", sum(parts[1:], start=parts[0])
+    return NO_LOSS, sum(parts[1:], start=parts[0])
 
 
 def explain_default(model: nn.Module, batch: Any) -> str:
@@ -75,7 +70,7 @@ def explain_default(model: nn.Module, batch: Any) -> str:
     """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     with torch.no_grad():
-        return _EXPLANATIONS[find_loss(call_model(model, map_tensors(batch, lambda tensor: tensor.to(device))))[0]]
+        return find_loss(call_model(model, map_tensors(batch, lambda tensor: tensor.to(device))))[0]
 
 
 def _takes(model: nn.Module, arguments: list[Any] | tuple[Any, ...]) -> bool:

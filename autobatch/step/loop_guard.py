@@ -23,11 +23,9 @@ from autobatch.torch_internals.storages import is_uninitialized
 
 _WATCHED_STEPS = 2
 
-_BACKWARD = (
-    "step() calls backward; return the loss, the Runner does the rest (for a gradient inside the step use "
-    "torch.autograd.grad)"
-)
-_OPTIMIZER = "step() calls optimizer.step(); return the loss, the Runner does the rest"
+_RUNNER = "return the loss, the Runner does the rest"
+_BACKWARD = f"step() calls backward; {_RUNNER} (for a gradient inside the step use torch.autograd.grad)"
+_OPTIMIZER = f"step() calls optimizer.step(); {_RUNNER}"
 _ZERO_GRAD = "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
 _SCHEDULER = "step() calls scheduler.step(); return the loss, and pass scheduler= to the Runner"
 
@@ -41,7 +39,6 @@ class LoopGuard:
     """
 
     def __init__(self) -> None:
-        """Watch the first steps."""
         self.is_entered, self._to_watch, self._is_watching = False, _WATCHED_STEPS, False
         self.parameters: Sequence[torch.Tensor] = ()
         self._owners: list[tuple[Any, str]] | None = None
@@ -53,14 +50,12 @@ class LoopGuard:
             self._owners = _find_owners(step, optimizer, known)
 
     def __enter__(self) -> None:
-        """Begin a step."""
         self.is_entered, self._is_watching = True, self._to_watch > 0
         self._to_watch = max(self._to_watch - 1, 0)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the step; after an error watch the next one."""
         self.is_entered = False
-        if kind is not None:
+        if kind is not None:  # after an error the next step is watched
             self._to_watch = max(self._to_watch, 1)
 
     @contextmanager
@@ -73,12 +68,12 @@ class LoopGuard:
                     self._refuse(refused, stack)
                 yield
         except Exception as error:
-            calls = [message for message in refused if message is not _ZERO_GRAD]
-            if calls and str(error) != calls[0]:
-                raise InvalidArgument(calls[0]) from error
+            refused = [message for message in refused if message is not _ZERO_GRAD]
+            if refused and str(error) != refused[0]:
+                raise InvalidArgument(refused[0]) from error
             raise
         if refused:  # a call says more than a changed gradient
-            raise InvalidArgument(next((message for message in refused if message is not _ZERO_GRAD), _ZERO_GRAD))
+            raise InvalidArgument(min(refused, key=lambda message: message is _ZERO_GRAD))
 
     def _refuse(self, refused: list[str], stack: ExitStack) -> None:
         """Refuse the loop's calls until the stack is closed, and note the message of each."""
@@ -122,23 +117,21 @@ def _replace(owner: Any, name: str, refuse: Callable[[], object], stack: ExitSta
 
 def _find_owners(step: Callable[..., Any], optimizer: Any | None, known: set[int]) -> list[tuple[Any, str]]:
     """Optimizers of these parameters and schedulers, each with the message for a step that steps it."""
-    reached = [*walk([optimizer, step], _lead_on)]
-    optimizers = [v for v in reached if v is optimizer or (_can_step(v) and _holds_any(v, known))]
+
+    def lead_on(value: Any) -> Iterator[Any]:
+        # An optimizer's groups and state hold thousands of tensors, which lead to nothing.
+        return (part for part in parts_of(value, attributes_of) if not isinstance(part, torch.Tensor))
+
+    reached = [*walk([optimizer, step], lead_on)]
+    optimizers = [value for value in reached if value is optimizer or _steps_any(value, known)]
     stepped = {id(value) for value in optimizers}
     schedulers = [v for v in reached if _is_scheduler(v) and id(own_table(v).get("optimizer")) in stepped]
     return [*((value, _OPTIMIZER) for value in optimizers), *((value, _SCHEDULER) for value in schedulers)]
 
 
-def _lead_on(value: Any) -> Iterator[Any]:
-    # An optimizer's groups and state hold thousands of tensors, which lead to nothing.
-    return (part for part in parts_of(value, attributes_of) if not isinstance(part, torch.Tensor))
-
-
-def _can_step(value: Any) -> bool:
-    return is_optimizer(value) and callable(getattr(type(value), "step", None))
-
-
-def _holds_any(optimizer: Any, known: set[int]) -> bool:
+def _steps_any(optimizer: Any, known: set[int]) -> bool:
+    if not (is_optimizer(optimizer) and callable(getattr(type(optimizer), "step", None))):
+        return False
     try:
         return any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
     except Exception:  # noqa: BLE001 - of the user's code: a client that is not connected

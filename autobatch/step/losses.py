@@ -101,22 +101,13 @@ def read_terms(returned: Any) -> tuple[Term, ...]:
     return tuple(_read_term(str(name), loss) for name, loss in returned.items())
 
 
-_INFERENCE = "torch.inference_mode() is on, in which none is made"
-
-
 def _read_term(name: str, returned: Any) -> Term:
     what, of_term = (f"the term {name!r} of step()", f" of the term {name!r}") if name else ("step()", "")
-    kind: _Kind = "mean"
+    kind: _Kind = "sum" if isinstance(returned, Sum) else "per step" if isinstance(returned, PerStep) else "mean"
+    loss = returned.loss if isinstance(returned, Mean | Sum | PerStep) else returned
     count = None
-    match returned:
-        case Mean(loss, stated):
-            count = _read_count(stated, f"Mean(count=){of_term} is")
-        case Sum(loss, stated):
-            kind, count = "sum", _read_count(stated, f"Sum(count=){of_term} is")
-        case PerStep(loss):
-            kind = "per step"
-        case loss:
-            pass
+    if isinstance(returned, Mean | Sum):
+        count = _read_count(returned.count, f"{type(returned).__name__}(count=){of_term} is")
     if loss is None:
         raise InvalidArgument(
             f"{what} returned None; to skip a bad batch return autobatch.Sum(torch.zeros(()), 0), which counts for "
@@ -136,12 +127,11 @@ def _read_term(name: str, returned: Any) -> Term:
             f"{what} returned a complex loss; a real one is needed, such as its abs() or its real part"
         )
     if not loss.requires_grad and count != 0:
-        why = "detached, under no_grad, or every parameter is frozen"
         is_inference = torch.is_inference_mode_enabled() or loss.is_inference()
-        raise InvalidArgument(
-            f"{what} returned a loss without a graph ({_INFERENCE if is_inference else why})"
-            + ("; other values go beside it: return (losses, aux)" if name else "")
-        )
+        off = "torch.inference_mode() is on, in which none is made"
+        why = off if is_inference else "detached, under no_grad, or every parameter is frozen"
+        beside = "; other values go beside it: return (losses, aux)" if name else ""
+        raise InvalidArgument(f"{what} returned a loss without a graph ({why}){beside}")
     return Term(name, loss.reshape(()), kind, count, loss.dtype in NARROW)
 
 

@@ -18,10 +18,9 @@ from autobatch._user_errors import contextmanager
 from autobatch._wrappers import members_of, own_table, unwrap_model, unwrap_optimizer
 from autobatch.records import ModelIdentity, Saving
 from autobatch.torch_internals.storages import is_uninitialized
+from autobatch.undo.gradients import NARROW
 
 _MARK = "get_compiler_config"
-_CHECKPOINTS = "torch.utils.checkpoint"
-_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def is_compiled(model: nn.Module, step: Any = None) -> bool:
@@ -32,12 +31,8 @@ def is_compiled(model: nn.Module, step: Any = None) -> bool:
     """
     while isinstance(step, partial):
         step = step.func
-    return _is_marked(step) or any(
-        _is_marked(module)
-        or _is_marked(getattr(module, "forward", None))
-        or _is_marked(getattr(module, "_compiled_call_impl", None))
-        for module in model.modules()
-    )
+    parts = [(one, getattr(one, "forward", None), getattr(one, "_compiled_call_impl", None)) for one in model.modules()]
+    return any(_is_marked(part) for part in (step, *(part for three in parts for part in three)))
 
 
 def _is_marked(compiled: Any) -> bool:
@@ -71,26 +66,25 @@ def model_differences(
     """Yield the differences from the model and optimizer of a plan; none if the plan has no identity."""
     if planned is None:
         return
-    if not (planned.shapes and identity.shapes):
-        pass  # a lazy module has no shapes yet
-    elif planned.shapes != identity.shapes:
-        yield f"it was made for {_describe(planned_name, planned)}, and this is {_describe(name, identity)}"
-    elif planned.trained != identity.trained:
+    has_shapes = planned.shapes and identity.shapes  # a lazy module has none yet
+    if has_shapes and planned.shapes != identity.shapes:
+        was, now = (
+            f"{name or 'a model'} with {one.parameters} parameters in {one.tensors} tensors"
+            for name, one in ((planned_name, planned), (name, identity))
+        )
+        yield f"it was made for {was}, and this is {now}"
+    elif has_shapes and planned.trained != identity.trained:
         yield f"{planned.trained} of {planned.parameters} parameters were trained, and now {identity.trained} are"
     # Without one its memory was not counted, which the plan says itself; a runner without one only accumulates.
     if planned.optimizer and identity.optimizer and planned.optimizer != identity.optimizer:
         yield f"the optimizer was {planned.optimizer}, and now is {identity.optimizer}"
 
 
-def _describe(name: str, identity: ModelIdentity) -> str:
-    return f"{name or 'a model'} with {identity.parameters} parameters in {identity.tensors} tensors"
-
-
 def find_savings(model: nn.Module) -> set[Saving]:
     """Return what shows without a step: the dtype of parameters, and the flags of Transformers models."""
     found: set[Saving] = set()
     made = [parameter for parameter in model.parameters() if not is_uninitialized(parameter)]
-    bits = [(parameter.numel(), parameter.dtype in _SIXTEEN_BITS) for parameter in made]
+    bits = [(parameter.numel(), parameter.dtype in NARROW) for parameter in made]
     if 2 * sum(count for count, is_short in bits if is_short) > sum(count for count, _ in bits):
         found.add("16-bit parameters")
     if any(vars(module).get("gradient_checkpointing") is True for module in model.modules()):
@@ -124,7 +118,7 @@ def _is_checkpointed() -> bool:
         return True
     frame = sys._getframe()  # noqa: SLF001
     while (caller := frame.f_back) is not None:
-        if caller.f_globals.get("__name__") == _CHECKPOINTS:
+        if caller.f_globals.get("__name__") == "torch.utils.checkpoint":
             return True
         frame = caller
     return False
@@ -165,7 +159,6 @@ def warn_of_batch_norms(names: Sequence[str], micro_batch_size: int, total: int)
 
 
 def may_refuse_one_sample(model: nn.Module) -> bool:
-    """Return whether a layer raises an error for one sample, if the sample has one value per channel there."""
     return bool(batch_norms_in_train_mode(model)) or any(
         isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels for module in model.modules()
     )
@@ -177,7 +170,6 @@ def refuses_one_sample(error: BaseException) -> bool:
 
 
 def explain_smallest(model: nn.Module) -> str:
-    """Explain why no micro-batch has one sample, with the layers that are the likely cause."""
     names = batch_norms_in_train_mode(model)
     who = f"BatchNorm in train mode ({show_names(names)})" if names else "the model"
     return f"{who} cannot run one sample"

@@ -11,6 +11,7 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -124,29 +125,20 @@ def _is_known(name: str) -> bool:
     if package in ("autobatch", *_LIBRARIES) or package in sys.stdlib_module_names:
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is not None and is_installed(file)
-
-
-def is_installed(file: str) -> bool:
-    """Return whether this code belongs to Python or an installed library."""
-    return any(folder in Path(file).parents for folder in _INSTALLED)
+    return file is not None and any(folder in Path(file).parents for folder in _INSTALLED)
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
-    held = [*_closure_of(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held: list[Any] = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not assigned yet
+            held.append(cell.cell_contents)
+    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     yield from held
     if str(function.__globals__.get("__name__")).partition(".")[0] in _LIBRARIES:
         return  # a decorator of theirs: the step is in its closure
     tables = [function.__globals__, *(vars(value) for value in held if _is_users_module(value))]
     yield from _look_up(dict.fromkeys(names_in(function.__code__)), tables)
-
-
-def _closure_of(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
 
 
 def _look_up(names: Iterable[str], tables: Iterable[Mapping[str, Any]]) -> Iterator[Any]:

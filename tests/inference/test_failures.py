@@ -443,8 +443,8 @@ def as_quantized(x):
 @pytest.mark.parametrize(
     ("make", "shown"),
     [
-        (torch.Tensor.to_sparse, r"a sparse \(torch.sparse_coo\) Tensor"),
-        (torch.Tensor.to_sparse_csr, r"a sparse \(torch.sparse_csr\) Tensor"),
+        (torch.Tensor.to_sparse, r"a torch\.sparse_coo Tensor"),
+        (torch.Tensor.to_sparse_csr, r"a torch\.sparse_csr Tensor"),
         (as_nested, "a nested Tensor"),
         (as_jagged, "a nested NestedTensor"),
         (as_quantized, "a quantized Tensor"),
