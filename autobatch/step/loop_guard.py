@@ -23,9 +23,11 @@ from autobatch.torch_internals.storages import is_uninitialized
 
 _WATCHED_STEPS = 2
 
-_RUNNER = "return the loss, the Runner does the rest"
-_BACKWARD = f"step() calls backward; {_RUNNER} (for a gradient inside the step use torch.autograd.grad)"
-_OPTIMIZER = f"step() calls optimizer.step(); {_RUNNER}"
+_BACKWARD = (
+    "step() calls backward; return the loss, the Runner does the rest "
+    "(for a gradient inside the step use torch.autograd.grad)"
+)
+_OPTIMIZER = "step() calls optimizer.step(); return the loss, the Runner does the rest"
 _ZERO_GRAD = "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
 _SCHEDULER = "step() calls scheduler.step(); return the loss, and pass scheduler= to the Runner"
 
