@@ -37,7 +37,6 @@ TORCH_FREE += [
         "prediction",
         "workspaces",
         "sizing",
-        "tables",
         "text",
         "timeline",
     )
