@@ -78,7 +78,8 @@ class Joined:
             self._columns, self._kinds = columns, {path: _kind(node) for path, node, _ in _nodes(result)}
             self._containers = _fill(result, repeat(None))
             if is_whole:
-                return self.done.extend(indices)
+                self.done.extend(indices)
+                return
         for path, node, _ in _nodes(result):  # containers come first, so that they have the same entries
             if (kind := _kind(node)) != self._kinds[path]:
                 raise InvalidArgument(
@@ -88,7 +89,7 @@ class Joined:
                 )
         for path, column in self._columns.items():
             _write(column, indices, leaves[path])
-        return self.done.extend(indices)
+        self.done.extend(indices)
 
     def result(self) -> Any:
         """Return the results of all samples, in their order; ``None`` before the first piece."""

@@ -329,7 +329,6 @@ INVALID = [
     (lambda: autobatch.map(len, ROWS, to="meta"), "to='meta'", "'cpu'"),
     (lambda: autobatch.map(nn.Linear(2, 2, device="meta").forward, ROWS), "device="),
     (lambda: autobatch.map(lambda rows: {"x": rows.to_sparse()}, ROWS), "torch.sparse_coo", '["x"]'),
-    (lambda: next(autobatch.map(torch.Tensor.to_mkldnn, [*ROWS])), "torch._mkldnn"),
     (lambda: autobatch.map(torch.neg, ROWS, cut=autobatch.by_length([1, 2])), "by_length()"),
     (lambda: list(autobatch.map(torch.neg, iter(ROWS), cut=autobatch.by_length([1, 2]))), "by_length()"),
     (lambda: autobatch.map(torch.neg, ROWS, cut=autobatch.by_length(5)), "by_length"),
