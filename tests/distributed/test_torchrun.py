@@ -16,7 +16,7 @@ DATA = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "builders" / "digits
 OWN_STORE = {**DATA, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it a restart on gloo fails now and then, also of a script without autobatch."""
 
-pytestmark = pytest.mark.timeout(450)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +31,12 @@ def weights_in(line):
     return float(re.fullmatch(r".*weights (\S+)", line)[1])
 
 
-@pytest.mark.slow
 def test_the_number_of_ranks_does_not_change_the_weights(undisturbed):
     """Each target batch is that of one process, shared."""
     two, three = launch(torchrun(EXAMPLE), torchrun(EXAMPLE, ranks=3), **DATA)
     assert two.line("loss ") == undisturbed == three.line("loss ")
 
 
-@pytest.mark.slow
 def test_two_nodes_train_as_one_machine_does(undisturbed):
     """Two torchruns that meet, each with one rank."""
     ran = launch_nodes(["--nnodes=2", EXAMPLE], **DATA)
@@ -57,7 +55,6 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(undisturbed, tmp_pat
     assert ran.left_behind == []
 
 
-@pytest.mark.slow
 def test_fewer_ranks_go_on_from_a_checkpoint(undisturbed, tmp_path):
     """Three ranks lose one and end; two finish the epoch, on the same weights to rounding."""
     saved = str(tmp_path / "saved.pt")
@@ -69,7 +66,6 @@ def test_fewer_ranks_go_on_from_a_checkpoint(undisturbed, tmp_path):
     assert weights_in(resumed.line("weights ")) == pytest.approx(weights_in(undisturbed), rel=1e-12)
 
 
-@pytest.mark.slow
 def test_a_node_goes_on_alone_when_the_other_is_lost(undisturbed, tmp_path):
     """Its torchrun starts it again on the ranks that are left; its first start ends with the number of the lost one."""
     # The first node waits so long for the second, and after the loss for another one.

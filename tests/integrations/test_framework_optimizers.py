@@ -23,9 +23,9 @@ from autobatch.errors import InvalidArgument
 
 with warnings.catch_warnings():  # what these packages and theirs warn of on import is not ours
     warnings.simplefilter("ignore")
-    pytorch_lightning = pytest.importorskip("pytorch_lightning")
-    lightning_fabric = pytest.importorskip("lightning_fabric")
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+    import lightning_fabric
+    import pytorch_lightning
     from lightning_fabric.strategies import SingleDeviceStrategy
     from lightning_fabric.wrappers import _FabricOptimizer
     from pytorch_lightning.core.optimizer import LightningOptimizer
