@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampling import sample
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -43,7 +44,7 @@ def full_gradient(model, removes):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB"), KeyError()])
 @pytest.mark.parametrize("failing_call", [1, 2, 3])
-@pytest.mark.parametrize("steps_before", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("steps_before", sample([0, 1, 2, 3, 5], 2))
 @pytest.mark.parametrize("removes", [True, False])
 def test_one_hook_is_left_and_the_gradient_is_the_full_batchs(removes, steps_before, failing_call, error):
     """After a retry, and after a step that another error has undone: the handle still removes its hook."""
