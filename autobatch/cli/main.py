@@ -24,7 +24,6 @@ from autobatch.torch_internals import import_torch
 
 _MISUSE = (InvalidArgument, NeedsBatch)
 _INTERRUPTED = 130
-_LONGEST_WORD = 60
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # typer gives it no public name
 
 _EPILOG = """\
@@ -69,10 +68,7 @@ def _refuse(error: AutobatchError, *, as_json: bool) -> Answer:
 
 def _describe_usage(error: Any) -> str:
     command = error.ctx.command_path if error.ctx else "autobatch"
-    words = [
-        word if len(word) <= _LONGEST_WORD else f"{word[:_LONGEST_WORD]}..." for word in error.format_message().split()
-    ]
-    return f"{' '.join(words).rstrip('.')}; see {command} --help"
+    return f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help"
 
 
 def _shared(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,9 +95,7 @@ def refuse_unsupported_sharding(model: nn.Module) -> None:
         raise InvalidArgument(
             f"fully_shard needs torch 2.13 or later here, and this is {torch.__version__}: use DistributedDataParallel"
         )
-    for name, parameter in model.named_parameters():
-        _refuse_parameter(name, parameter)
-    _refuse_other_ranks(model)
+    _refuse_parameters(dict(model.named_parameters()))
     groups = param_groups(model)
     for group in groups:
         _refuse_settings(group)
@@ -134,28 +132,25 @@ def refuse_changed_settings(model: nn.Module, groups: Sequence[Any], factor: flo
         )
 
 
-def _refuse_parameter(name: str, parameter: Any) -> None:
-    if not has_shards(parameter):
-        raise InvalidArgument(
-            f"the parameter {name} is not sharded (ignored_params=), so its gradient is not summed over the ranks: do "
-            f"not ignore it"
-        )
-    if parameter.device_mesh.ndim > 1:
-        raise InvalidArgument(
-            f"the parameter {name} is sharded over a mesh of {parameter.device_mesh.ndim} dimensions (HSDP or tensor "
-            f"parallelism), which is not supported: call fully_shard() with a mesh of one dimension"
-        )
-
-
-def _refuse_other_ranks(model: nn.Module) -> None:
-    """Refuse modules on different meshes: ranks outside a mesh would take no part in its passes and gradients."""
-    of_model = dist.get_process_group_ranks(group_of(model))
-    parameters: list[tuple[str, Any]] = list(model.named_parameters())
-    for name, parameter in parameters:
-        ranks = dist.get_process_group_ranks(parameter.device_mesh.get_group())
-        if ranks != of_model:
+def _refuse_parameters(parameters: Mapping[str, Any]) -> None:
+    """Refuse parameters that are not sharded, or not over one mesh: other ranks would take no part in the passes."""
+    first = ""
+    for name, parameter in parameters.items():
+        if not has_shards(parameter):
             raise InvalidArgument(
-                f"the parameter {name} is sharded over the ranks {ranks}, and {parameters[0][0]} over {of_model}: call "
+                f"the parameter {name} is not sharded (ignored_params=), so its gradient is not summed over the ranks: "
+                f"do not ignore it"
+            )
+        if parameter.device_mesh.ndim > 1:
+            raise InvalidArgument(
+                f"the parameter {name} is sharded over a mesh of {parameter.device_mesh.ndim} dimensions (HSDP or "
+                f"tensor parallelism), which is not supported: call fully_shard() with a mesh of one dimension"
+            )
+        first = first or name
+        ranks, others = (dist.get_process_group_ranks(parameters[one].device_mesh.get_group()) for one in (name, first))
+        if ranks != others:
+            raise InvalidArgument(
+                f"the parameter {name} is sharded over the ranks {ranks}, and {first} over {others}: call "
                 f"fully_shard() with the same mesh on each module"
             )
 
@@ -172,6 +167,6 @@ def _refuse_settings(group: Any) -> None:
 
 
 def _has_local_gradient(parameter: Any) -> bool:
-    if parameter.unsharded_accumulated_grad is not None:
-        return True
-    return hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None
+    """Return whether a gathered parameter has a gradient that is not summed over the ranks."""
+    gathered = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
