@@ -94,17 +94,14 @@ class Accumulation:
         try:
             undo.gradients.set_aside()
             progress = self.begin(batches, largest, undo)
-            shortage = self.attempt(progress, undo)
-            if shortage is None:
-                self.complete(progress, undo, None)
+            if (shortage := self.attempt(progress, undo)) is not None:
+                raise DoesNotFit(shortage.reason)  # noqa: TRY301 - undone below, as any error
+            self.complete(progress, undo, None)
         except BaseException:
             self.undo(undo)
             raise
-        if shortage is not None or progress.loss.value is None:
-            self.undo(undo)
-        if shortage is not None:
-            raise DoesNotFit(shortage.reason)
         if progress.loss.value is None:
+            self.undo(undo)
             return None
         gradients = undo.gradients
         self.commit(undo)
