@@ -283,11 +283,6 @@ class Accumulation:
         self.counted_per_sample = self._counted
         self._end(undo)
 
-    def drop_gradients(self) -> None:
-        """Set every ``.grad`` to ``None``; in the first steps also of parameters that a forward pass has made."""
-        for parameter in self.workload.parameters() if self._is_watched else self._parameters:
-            parameter.grad = None
-
     def _end(self, undo: Undo) -> None:
         self._sums.end()
         undo.release()  # one assignment commits: an interrupt comes before it, and the step is undone, or after it

@@ -275,7 +275,7 @@ class StepRunner:
         try:
             applied.apply(self.steps)
         finally:
-            self._accumulation.drop_gradients()
+            self._workload.drop_gradients()  # also of parameters that a forward pass has made
 
     def _report(
         self,
