@@ -94,17 +94,14 @@ class Accumulation:
         try:
             undo.gradients.set_aside()
             progress = self.begin(batches, largest, undo)
-            shortage = self.attempt(progress, undo)
-            if shortage is None:
-                self.complete(progress, undo, None)
+            if (shortage := self.attempt(progress, undo)) is not None:
+                raise DoesNotFit(shortage.reason)  # noqa: TRY301 - undone below, as any error
+            self.complete(progress, undo, None)
         except BaseException:
             self.undo(undo)
             raise
-        if shortage is not None or progress.loss.value is None:
-            self.undo(undo)
-        if shortage is not None:
-            raise DoesNotFit(shortage.reason)
         if progress.loss.value is None:
+            self.undo(undo)
             return None
         gradients = undo.gradients
         self.commit(undo)
@@ -285,11 +282,6 @@ class Accumulation:
         undo.find_lost()  # so that the next record copies it
         self.counted_per_sample = self._counted
         self._end(undo)
-
-    def drop_gradients(self) -> None:
-        """Set every ``.grad`` to ``None``; in the first steps also of parameters that a forward pass has made."""
-        for parameter in self.workload.parameters() if self._is_watched else self._parameters:
-            parameter.grad = None
 
     def _end(self, undo: Undo) -> None:
         self._sums.end()

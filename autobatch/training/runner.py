@@ -30,11 +30,7 @@ from autobatch._wrappers import members_of, unwrap_members, unwrap_optimizer, un
 from autobatch.batch.cut import CutFunction, cut_apart, cut_joined, number_rows
 from autobatch.batch.lengths import ByLength
 from autobatch.batch.samples import Layout
-from autobatch.distributed.ranks import (
-    all_or_none,
-    find_ranks,
-    take_module,
-)
+from autobatch.distributed.ranks import all_or_none, find_ranks, take_module
 from autobatch.distributed.sharded.step import ShardedStep, begin_step
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
@@ -67,8 +63,6 @@ from autobatch.training.step_memory import StepMemory
 from autobatch.training.update import Update, check_options
 from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
-
-_INSIDE_ITSELF = "step() calls its own Runner; return the loss, the Runner does the rest"
 
 
 class StepRunner:
@@ -152,7 +146,8 @@ class StepRunner:
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
             self._division = read_division(cut, plan, self._workload, is_sharded=self._is_sharded)
-            self._update = self._make_update(optimizers, scaler, max_grad_norm, schedulers) if optimizers else None
+            norm = None if self._is_sharded else max_grad_norm  # a sharded step clips itself
+            self._update = Update(optimizers, plan, scaler, norm, schedulers) if optimizers else None
             self._accumulation = make_accumulation(
                 plan,
                 self._workload,
@@ -172,24 +167,9 @@ class StepRunner:
             self._memory = StepMemory(plan, self._workload, self._device, self._division, self._events)
             self._has_reported_gradients, self._is_running, self._samples = False, False, 0
             if self._ranks is not None:
-                gathered.append(
-                    describe_binding(
-                        plan,
-                        self._workload,
-                        self._device,
-                        max_grad_norm,
-                        scaler=scaler,
-                        schedulers=schedulers,
-                        backward=backward,
-                    )
-                )
+                named = {"scaler": scaler, "schedulers": schedulers, "backward": backward}
+                gathered.append(describe_binding(plan, self._workload, self._device, max_grad_norm, **named))
         refuse_unlike_bindings(gathered, self._ranks)
-
-    def _make_update(
-        self, optimizers: Sequence[Any], scaler: Any, max_grad_norm: float | None, schedulers: Sequence[Any]
-    ) -> Update:
-        norm = None if self._is_sharded else max_grad_norm
-        return Update(optimizers, self.plan, scaler=scaler, max_grad_norm=norm, schedulers=schedulers)
 
     @property
     def micro_batch_size(self) -> int:
@@ -199,7 +179,7 @@ class StepRunner:
     def _run(self, batches: Iterable[Any], *, update: bool, is_cut: bool = False) -> StepResult:
         """Run a step, count it, and report it."""
         if self._is_running:
-            raise InvalidArgument(_INSIDE_ITSELF)
+            raise InvalidArgument("step() calls its own Runner; return the loss, the Runner does the rest")
         started, shared = time.perf_counter(), None
         try:
             self._is_running, shared = True, self._begin_shared(update=update)
@@ -295,7 +275,7 @@ class StepRunner:
         try:
             applied.apply(self.steps)
         finally:
-            self._accumulation.drop_gradients()
+            self._workload.drop_gradients()  # also of parameters that a forward pass has made
 
     def _report(
         self,

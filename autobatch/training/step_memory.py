@@ -44,13 +44,8 @@ class StepMemory:
     """
 
     def __init__(self, plan: Plan, workload: Workload, device: Device, division: Division, events: StepEvents) -> None:
-        self._plan, self._workload, self._device, self._division, self._events = (
-            plan,
-            workload,
-            device,
-            division,
-            events,
-        )
+        self._plan, self._workload, self._device = plan, workload, device
+        self._division, self._events = division, events
         self._free = FreeMemory(plan, workload, device)
         self.pace = self.make_pace(plan.smallest_micro_batch)
         self.first_step, self.peak_bytes, self._has_thrashed = 0, 0, False
