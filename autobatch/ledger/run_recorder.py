@@ -35,7 +35,7 @@ class RunRecorder:
 
     def __init__(self, plan: Plan, ledger: Ledger) -> None:
         run = _RunFile(plan, ledger)
-        self._take, self.count_step = run.take, run.count_step
+        self._take = run.take
         weakref.finalize(self, run.finish)  # also at the end of the process
 
     def __call__(self, event: Event, /) -> None:
@@ -61,8 +61,7 @@ class _RunFile:
         if self._is_over:
             return
         if isinstance(event, StepFinished):
-            numbers = event.retries, event.peak_bytes, event.seconds, event.ranks
-            self.count_step(event.step, event.micro_batch_sizes, *numbers)
+            self._count(event)
         elif isinstance(event, (Retried, SizeChanged)):
             self._add_up(setbacks=(_make_setback(event),))
             self._size = event.new_size
@@ -73,31 +72,21 @@ class _RunFile:
             self._add_up(outcome="interrupted" if stopped else "failed", reason=_shorten(event.reason))
             self._write()
 
-    def count_step(  # noqa: PLR0917 - called in every step
-        self,
-        step: int,
-        sizes: Sequence[int],
-        retries: int,
-        peak_bytes: int,
-        seconds: float,
-        ranks: Sequence[RankStep] = (),
-    ) -> None:
-        if self._is_over:
-            return
+    def _count(self, event: StepFinished) -> None:
         part = StepRange(
-            first_step=step,
-            last_step=step,
+            first_step=event.step,
+            last_step=event.step,
             allowed_size=self._size,
-            samples=sum(sizes),
-            micro_batch_size=max(sizes, default=0),
-            retries=retries,
-            peak_bytes=peak_bytes,
-            seconds=seconds,
+            samples=sum(event.micro_batch_sizes),
+            micro_batch_size=max(event.micro_batch_sizes, default=0),
+            retries=event.retries,
+            peak_bytes=event.peak_bytes,
+            seconds=event.seconds,
         )
-        self._steps.append((part, ranks))
+        self._steps.append((part, event.ranks))
         if time.monotonic() >= self._due_at:
             self._write()
-        elif len(self._steps) * (1 + len(ranks)) >= _MOST_WAITING:
+        elif len(self._steps) * (1 + len(event.ranks)) >= _MOST_WAITING:
             self._add_up()
 
     def _add_up(self, **fields: Any) -> None:

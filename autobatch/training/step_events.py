@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -25,7 +25,6 @@ from autobatch.events import (
     StepSkipped,
     emit,
 )
-from autobatch.events.runner_events import RankStep
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.records import DeviceInfo
@@ -50,26 +49,11 @@ def check_hooks(hooks: Any) -> tuple[Hook, ...]:
     return found
 
 
-class StepRecorder(Hook, Protocol):
-    """A hook that gets the numbers of finished steps without an event, which would cost time in every step."""
-
-    def count_step(  # noqa: PLR0917 - called in every step
-        self,
-        step: int,
-        sizes: Sequence[int],
-        retries: int,
-        peak_bytes: int,
-        seconds: float,
-        ranks: Sequence[RankStep] = (),
-    ) -> None:
-        """Record a finished step; the numbers are those of ``StepFinished``."""
-
-
 class StepEvents:
     """The events of one plan's steps, for the log and for the user's hooks."""
 
-    def __init__(self, plan: Plan, hooks: Sequence[Hook], recorder: StepRecorder | None = None) -> None:
-        self._plan, self._listeners, self._recorder = plan, hooks, recorder
+    def __init__(self, plan: Plan, hooks: Sequence[Hook], recorder: Hook | None = None) -> None:
+        self._plan = plan
         self._hooks = hooks if recorder is None else (*hooks, recorder)
         self._planned = sum(plan.micro_batch_sizes)
         self._of: dict[str, int] = {"rank": plan.rank, "world_size": plan.world_size}
@@ -132,11 +116,8 @@ class StepEvents:
         emit(StepFailed(step=step, reason=reason, out_of_memory=short, **self._of), self._hooks)
 
     def report_finished(self, step: int, result: StepResult) -> None:
-        """Report a step's numbers; an event is made of them only for hooks and the debug log."""
-        if self._recorder is not None:
-            sizes = result.micro_batch_sizes
-            self._recorder.count_step(step, sizes, result.retries, result.peak_bytes, result.seconds, result.ranks)
-        if self._listeners or logger.isEnabledFor(logging.DEBUG):
+        """Report a step's numbers."""
+        if self._hooks or logger.isEnabledFor(logging.DEBUG):
             finished = StepFinished(
                 step=step,
                 micro_batch_sizes=result.micro_batch_sizes,
@@ -149,7 +130,7 @@ class StepEvents:
                 gradient_norm=result.gradient_norm,
                 **self._of,
             )
-            emit(finished, self._listeners)
+            emit(finished, self._hooks)
 
 
 def device_differences(plan: Plan, device: DeviceInfo) -> Iterator[str]:
