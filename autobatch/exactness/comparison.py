@@ -28,7 +28,7 @@ from autobatch._user_errors import contextmanager
 from autobatch.batch.samples import Layout
 from autobatch.batch.tree import is_array, leaves_of, tensors_of
 from autobatch.errors import AutobatchError, DoesNotFit
-from autobatch.exactness.determinism import deterministic, full_precision, is_narrow, widened
+from autobatch.exactness.determinism import deterministic, full_precision, widened
 from autobatch.exactness.diagnosis import find_causes, find_uncontrolled_generators, judge_batch_norm
 from autobatch.exactness.gradients import TOLERANCE
 from autobatch.exactness.measurement import Measurement, Parts, Side, Sizes, ranges_of
@@ -37,6 +37,7 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
 from autobatch.step.model_info import batch_norms_in_train_mode
 from autobatch.step.workload import Workload
+from autobatch.undo.gradients import NARROW
 from autobatch.undo.random_state import HostRandomState
 
 _log = logging.getLogger("autobatch")
@@ -135,7 +136,7 @@ class SplitComparison:
             self.writes = measured.writes
             is_still = _read_generators(self.device.torch_device) == before
             tensors = [*self.workload.parameters(), *tensors_of(measured.layout.batch)]
-            self.is_free = is_still and not is_narrow(tensors)
+            self.is_free = is_still and not any(tensor.dtype in NARROW for tensor in tensors)
         return self.is_free
 
     def _judge_quickly(self, measured: Measurement, partitions: Sequence[Sizes]) -> tuple[Verdict | None, Side]:

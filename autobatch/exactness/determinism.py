@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from importlib import import_module
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -26,17 +25,15 @@ from autobatch.batch.samples import Layout
 from autobatch.batch.tree import map_tensors
 from autobatch.exactness.sample_numbers import SampleNumbers, running_frames
 from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator
+from autobatch.undo.gradients import NARROW
 
 _LOCK = threading.RLock()  # precision is a setting of the whole process
-_HALF = (torch.float16, torch.bfloat16)
 _WIDER = {
-    torch.float32: dict.fromkeys(_HALF, torch.float32),
-    torch.float64: {**dict.fromkeys((*_HALF, torch.float32), torch.float64), torch.complex64: torch.complex128},
+    torch.float32: dict.fromkeys(NARROW, torch.float32),
+    torch.float64: {**dict.fromkeys((*NARROW, torch.float32), torch.float64), torch.complex64: torch.complex128},
 }
 _DROPS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_STATEFUL = frozenset(
-    ("seed", "getstate", "setstate", "get_state", "set_state", "get_bit_generator", "set_bit_generator")
-)
+_STATEFUL = ("seed", "getstate", "setstate", "get_state", "set_state", "get_bit_generator", "set_bit_generator")
 _ATEN: Any = torch.ops.aten
 
 
@@ -69,7 +66,7 @@ def deterministic(
                 _set(stack, tensor, "data", tensor.data.to(wider[tensor.dtype]))
         stack.callback(torch.clear_autocast_cache)  # autocast has kept casts that were widened
         stack.enter_context(_Repeatable(wider, random))
-        stack.enter_context(_hold_host_draws(random))
+        _hold_host_draws(stack, random)
         yield random
 
 
@@ -82,11 +79,6 @@ def widen(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
 def widened(layout: Layout, dtype: torch.dtype = torch.float32) -> Layout:
     """Return a copy of a batch, in ``dtype`` where it is narrower."""
     return Layout(map_tensors(layout.batch, lambda tensor: widen(tensor, dtype)), layout.count, layout.lists)
-
-
-def is_narrow(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether any of them is in half precision."""
-    return any(tensor.dtype in _HALF for tensor in tensors)
 
 
 @contextmanager
@@ -156,11 +148,6 @@ class _Repeatable(DispatchMode):
             return result
         return result.detach().to(self._wider[result.dtype]).requires_grad_(result.requires_grad)
 
-    @staticmethod
-    def is_active() -> bool:
-        """Return whether it is active in this thread; backward passes in torch's threads take it over."""
-        return any(isinstance(mode, _Repeatable) for mode in _get_current_dispatch_mode_stack())
-
 
 _DRAWS = (
     *("rand", "randn", "randint", "randperm", "uniform", "normal", "random", "exponential", "cauchy", "log_normal"),
@@ -224,32 +211,27 @@ def _bring_into_range(func: Any, given: Mapping[str, Any], numbers: torch.Tensor
     return numbers if high is None else low + (numbers - low) % (high - low)
 
 
-@contextmanager
-def _hold_host_draws(numbers: SampleNumbers) -> Iterator[None]:
-    """Let the functions of ``random`` and ``numpy.random`` draw for samples, for this thread, until the block ends.
+def _hold_host_draws(stack: ExitStack, numbers: SampleNumbers) -> None:
+    """Let the functions of ``random`` and ``numpy.random`` draw for samples, for this thread, until the stack is left.
 
     Functions that were imported by their own name before still draw as they do, and so do generator objects. So does a
     call whose array has another shape in a part than in the whole batch: its values may depend on the number of
     samples, as those of a permutation.
     """
-    with ExitStack() as stack:
-        _hold(stack, python_random, python_random.Random(0), numbers)
-        if sys.modules.get("numpy") is not None:
-            numpy = import_module("numpy.random")  # NumPy 2 loads it where a step first names it
-            _hold(stack, numpy, numpy.RandomState(0), numbers)
-        yield
-
-
-def _hold(stack: ExitStack, module: ModuleType, own: Any, numbers: SampleNumbers) -> None:
-    """Let a module's functions of its global generator draw from ``own``, which is seeded for each draw."""
-    shared = module.random.__self__
-    for name, function in list(vars(module).items()):
-        if getattr(function, "__self__", None) is shared and name not in _STATEFUL:
-            _set(stack, module, name, partial(_draw_on_host, function, getattr(own, name), own.seed, numbers))
+    modules: list[tuple[Any, Any]] = [(python_random, python_random.Random(0))]
+    if sys.modules.get("numpy") is not None:
+        numpy = import_module("numpy.random")  # NumPy 2 loads it where a step first names it
+        modules.append((numpy, numpy.RandomState(0)))
+    for module, own in modules:
+        shared = module.random.__self__
+        for name, function in list(vars(module).items()):
+            if getattr(function, "__self__", None) is shared and name not in _STATEFUL:
+                _set(stack, module, name, partial(_draw_on_host, function, getattr(own, name), own.seed, numbers))
 
 
 def _draw_on_host(shared: Any, own: Any, reseed: Any, numbers: SampleNumbers, *args: Any, **kwargs: Any) -> Any:
-    if not _Repeatable.is_active():  # another thread's
+    # In another thread; backward passes in torch's threads take the mode over.
+    if not any(isinstance(mode, _Repeatable) for mode in _get_current_dispatch_mode_stack()):
         return shared(*args, **kwargs)
 
     def draw(seed: int) -> tuple[Any, tuple[int, ...]]:

@@ -18,23 +18,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import chain
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch._user_errors import contextmanager
 from autobatch.batch.samples import Layout
 from autobatch.exactness.gradients import TOLERANCE, is_near, sample_values
-from autobatch.exactness.loss_weights import (
-    EXPLAINS,
-    NO_MEAN,
-    error_of,
-    explain_weighing,
-    find_coupling,
-)
+from autobatch.exactness.loss_weights import EXPLAINS, NO_MEAN, error_of, explain_weighing, find_coupling
 from autobatch.exactness.measurement import Measurement, Parts, ranges_of
 from autobatch.records import Verdict
 from autobatch.step.model_info import batch_norms_in_train_mode, blame_batch_norms, show_names
@@ -176,11 +168,15 @@ def _ignores_gradient(measured: Measurement) -> bool:
 def _find_moving_state(measured: Measurement, partitions: Sequence[Parts]) -> tuple[tuple[str, ...], Measurement]:
     """Return the causes in state that moves, and a measurement that rewinds this state before each part."""
     causes: tuple[str, ...] = ()
+
+    def matters(renewed: Measurement) -> bool:
+        return not all(is_near(renewed.values(one), measured.values(one), TOLERANCE) for one in partitions[:2])
+
     outside = measured.renewing("outside")
-    if not _are_same(outside, measured, partitions[:2]):
+    if matters(outside):
         causes, measured = (_MOVES_OUTSIDE,), outside
     everywhere = measured.renewing("all")
-    if not _are_same(everywhere, measured, partitions[:2]) and (cause := _name_moving_state(everywhere)):
+    if matters(everywhere) and (cause := _name_moving_state(everywhere)):
         causes, measured = (*causes, cause), everywhere
     return causes, measured
 
@@ -192,17 +188,11 @@ def _name_moving_state(renewed: Measurement) -> str:
     model = renewed.workload.model
     names = [name for name, module in model.named_modules() if id(module) in moved]
     shown = [name.partition(".parametrizations")[0].removeprefix("parametrizations") for name in names]
-    shown = [name or type(model).__name__ for name in shown]
-    if not shown:
-        return ""
-    return (
-        f"state that moves with every forward pass ({show_names([*dict.fromkeys(shown)])}; such as spectral_norm's) is "
-        f"another for each micro-batch: it moves once a micro-batch, not once a step"
+    listed = show_names([*dict.fromkeys(name or type(model).__name__ for name in shown)])
+    return listed and (
+        f"state that moves with every forward pass ({listed}; such as spectral_norm's) is another for each "
+        f"micro-batch: it moves once a micro-batch, not once a step"
     )
-
-
-def _are_same(one: Measurement, other: Measurement, partitions: Sequence[Parts]) -> bool:
-    return all(is_near(one.values(parts), other.values(parts), TOLERANCE) for parts in partitions)
 
 
 def _are_counts_right(measured: Measurement, partitions: Sequence[Parts]) -> bool:
@@ -276,7 +266,7 @@ def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measur
     try:
         for layer in layers:
             layer.eval()
-            vars(layer)["train"] = partial(_stay, layer)  # a Trainer's step calls model.train()
+            vars(layer)["train"] = lambda mode=True, layer=layer: layer  # noqa: ARG005 - a Trainer's step calls it
             if layer.running_mean is None:  # then eval mode too takes the micro-batch's own
                 like = next(layer.parameters(), torch.zeros(()))
                 layer.running_mean = torch.zeros(layer.num_features, dtype=like.dtype, device=like.device)
@@ -288,7 +278,3 @@ def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measur
         for layer, is_training, mean, variance in before:
             vars(layer).pop("train", None)
             layer.training, layer.running_mean, layer.running_var = is_training, mean, variance
-
-
-def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001, FBT001, FBT002 - as Module.train
-    return layer

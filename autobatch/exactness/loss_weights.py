@@ -108,7 +108,6 @@ def _sources(layout: Layout) -> Iterator[_Source]:
 
 
 def _tensors(path: str, node: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a container by path; those that may count."""
     if isinstance(node, torch.Tensor):
         return {path: node} if node.ndim and not node.is_complex() else {}
     parts = [_tensors(path + suffix, child) for suffix, child in fields_of(node) or ()]
@@ -234,13 +233,11 @@ def _depend_on_losses(measured: Measurement, partitions: Sequence[Parts], weight
     reverse()
     try:
         changed = measured.again()
-        others = [_find_weights(changed, parts) for parts in partitions]
+        others = [_find_weights(changed, parts) or found for parts, found in zip(partitions, weights, strict=True)]
     finally:
         reverse()
-    return any(
-        other and max(abs(one - two) for one, two in zip(found, other, strict=True)) > 2 * EXPLAINS
-        for found, other in zip(weights, others, strict=True)
-    )
+    pairs = [pair for found, other in zip(weights, others, strict=True) for pair in zip(found, other, strict=True)]
+    return any(abs(one - other) > 2 * EXPLAINS for one, other in pairs)
 
 
 def _find_weights(measured: Measurement, parts: Parts) -> list[float] | None:

@@ -316,10 +316,10 @@ class Measurement:
 
     def _judge(self, apart: list[float]) -> float:
         worst = max(self.scales().judge(apart), default=0.0)
-        if worst <= TOLERANCE:
-            return worst
-        self._measure_noise()
-        return max(self.scales().judge(apart))
+        if worst > TOLERANCE:
+            self._measure_noise()
+            worst = max(self.scales().judge(apart))
+        return worst
 
     def _measure_noise(self) -> None:
         """Multiply the loss by a factor and divide the gradient by it: all that differs is rounding.
@@ -340,10 +340,7 @@ class Measurement:
     def _apart_at(self, factor: float) -> list[float]:
         """Return how far the gradient at a multiple of the loss, divided by it, is from the whole."""
         found = self._run(factor=factor)
-        for tensor in found:
-            if tensor is not None:
-                tensor.div_(factor)
-        return distances(found, self.whole())
+        return distances([None if one is None else one.div_(factor) for one in found], self.whole())
 
 
 def _move(parameter: torch.Tensor, gradient: torch.Tensor, size: float, length: float, part: float) -> None:

@@ -27,7 +27,6 @@ class SampleNumbers:
     """The random numbers of one step on one batch, whole and in parts."""
 
     def __init__(self) -> None:
-        """Begin with nothing drawn."""
         self._samples = 0  # of the whole batch
         self._whole: dict[_Site, list[Any]] = {}  # numbers that torch drew, shapes of other draws
         self._kinds: dict[_Site, _Kind] = {}
@@ -82,18 +81,16 @@ class SampleNumbers:
         return whole.reshape(-1)[:1].expand(drawn.shape) if whole.numel() else drawn
 
     def hold(self, draw: Callable[[int], tuple[Any, tuple[int, ...]]], free: Callable[[], Any]) -> Any:
-        """Make a draw of another generator.
+        """Make a draw of another generator: by ``draw`` from a seed, which also returns the shape.
 
-        Args:
-            draw: Draws from a seed; returns the result and its shape.
-            free: Draws as in training; used if neither calls nor shapes show the samples.
+        If neither calls nor shapes show the samples, ``free`` draws as in training.
         """
         site, call = self._identify()
         order, shapes = self._order(site, call), self._whole.setdefault(site, [])
         if self._kinds.get(site) != "alike" and not (self._is_part() and order >= len(shapes)):
             # Numbered by the order of places, not by their addresses: a second process gets the same seeds.
             drawn, shape = draw(([*self._whole].index(site) * 1_000_003 + order) % 2**32)
-            if self._is_whole() and call == len(shapes):
+            if len(self._rows) == self._samples and call == len(shapes):
                 shapes.append(shape)
             if not self._is_part() or shape == shapes[order]:
                 return drawn
@@ -138,9 +135,6 @@ class SampleNumbers:
             return "per sample"
         fits = loops if kind == "per sample" else calls == known
         return kind if fits and site not in self._failed else "alike"
-
-    def _is_whole(self) -> bool:
-        return 0 < len(self._rows) == self._samples
 
     def _is_part(self) -> bool:
         return 0 < len(self._rows) < self._samples

@@ -148,16 +148,8 @@ def check_split(
 ) -> Verdict:
     """``verify`` for ``fit``, which restores the model; it compares the optimizer's update too.
 
-    Trials have run the step before, so no error reaches the caller: ``unchecked`` says why there is no verdict.
-
-    Args:
-        workload: The workload, in the mode in which its model is.
-        layout: Samples, of which some are taken.
-        device: Device of the runs, inside the limit of the comparison.
-        state: The state at the start of ``fit``.
-        planned: Division that the step will run.
-        samples: The same samples by length, if steps take them in that order.
-        lengths: The lengths of samples, if padding is trimmed.
+    Trials have run the step before, so no error reaches the caller: ``unchecked`` says why there is no verdict. The
+    limit of memory is set, ``state`` is that of the start of ``fit``, and ``samples`` are ``layout`` by length.
     """
     comparison = SplitComparison(workload, layout, device, after_trials=True)
     verdict = _check(comparison, planned, samples, lengths)

@@ -138,13 +138,6 @@ def test_counts_of_terms_that_the_step_does_not_return_are_refused(names, check)
         assert "\n" not in str(caught.value)
 
 
-def test_the_check_is_part_of_the_plans_seconds():
-    """Its cost is reported: within the whole, and not nothing."""
-    plan = fit_case(RIGHT["plain"])
-    assert 0 < plan.verdict.seconds < plan.seconds
-    assert autobatch.Plan.model_validate_json(plan.model_dump_json()) == plan
-
-
 def test_batch_norm_is_named_even_where_nothing_could_be_compared():
     """Samples that are all alike give no verdict, and the layers are known without one."""
     plan = autobatch.fit(Everything(), 64, batch=make_batch(1), step=mean_step, max_micro_batch=16)

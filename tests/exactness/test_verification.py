@@ -280,21 +280,6 @@ def test_a_pair_as_one_sample_is_exact():
     assert verdict.exact, str(verdict)
 
 
-def test_a_teacher_outside_that_each_micro_batch_moves_is_named():
-    """Where nothing is weighed no advice on weighing is given."""
-    teacher = small(seed=1)
-
-    def step(model, batch):
-        with torch.no_grad():
-            wanted = teacher(batch[0])
-            for average, parameter in zip(teacher.parameters(), model.parameters(), strict=True):
-                average.mul_(0.9).add_(parameter, alpha=0.1)
-        return F.mse_loss(model(batch[0]), wanted)
-
-    [cause] = verify(small(), make_batch(14), step).causes
-    assert "something outside the model moves with every forward pass" in cause
-
-
 @pytest.mark.parametrize("name", RIGHT)
 def test_an_exact_split_is_exact_to_rounding(name):
     """Steps that split exactly measure at least ten times less than what would be called inexact."""
@@ -428,13 +413,6 @@ def test_a_step_that_runs_and_cannot_be_held_still_gives_no_verdict(name):
     assert reason in verdict.unchecked
 
 
-def test_a_step_that_cannot_run_one_sample_is_divided_otherwise():
-    """Parts of two samples are compared then."""
-    verdict = verify(Squeezes(), make_batch(16), mean_step)
-    assert verdict.exact, str(verdict)
-    assert verdict.partitions[0] == (2, 14)
-
-
 class Opaque:
     """Says of each number whether it is equal, as data frames do."""
 
@@ -466,14 +444,6 @@ def test_a_part_without_labels_is_not_exact():
     verdict = verify(small(), batch, token_mean)
     assert not verdict.exact
     assert "!= -100" in verdict.causes[0]
-
-
-@pytest.mark.quick
-def test_two_causes_are_both_named():
-    """BatchNorm does not hide that the loss is a sum."""
-    verdict = verify(with_batch_norm(), make_batch(16), sum_loss)
-    assert "BatchNorm" in verdict.causes[0]
-    assert "autobatch.Sum" in verdict.causes[1]
 
 
 def test_a_verdict_is_one_line():
