@@ -21,7 +21,7 @@ from tables import Table
 from autobatch.batch.samples import describe
 from autobatch.prediction.cards import find_gpu
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.cudnn.plans import Convolution
+from autobatch.prediction.cudnn import Convolution
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.tracing.fake_step import Circumstances
 from autobatch.prediction.tracing.trace import trace_timeline

@@ -15,7 +15,7 @@ from autobatch._formatting import format_bytes
 from autobatch.cli.output import Answer, Table
 from autobatch.memory.host_limit import HostMemory, read_host_memory
 from autobatch.memory.nvml import CardReading, query_all, read_cuda_version
-from autobatch.prediction.cudnn.answers import find_libraries
+from autobatch.prediction.workspaces import find_libraries
 from autobatch.records import Record
 
 _SETTINGS = (

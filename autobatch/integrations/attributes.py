@@ -1,10 +1,12 @@
-"""Replaces an attribute of one object of another library inside a block."""
+"""What both adapters need: an attribute that is replaced inside a block, and what a logged number is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 _MISSING = object()
 
@@ -22,3 +24,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             del attributes[name]
         else:
             attributes[name] = earlier
+
+
+def is_number(value: Any) -> bool:
+    """Return whether it is one number, or a tensor of one."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)

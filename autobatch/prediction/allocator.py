@@ -233,7 +233,6 @@ class AllocatorPeak(Record):
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the simulation ran out of memory."""
         return self.oom_position is not None
 
 
@@ -260,12 +259,10 @@ class CachingAllocator:
         return block
 
     def free(self, block: int, stream: int = 0) -> None:
-        """Free a block of that stream."""
         # No block of the large pool is this small, and one of the small pool is never larger than what was asked for.
         self._pools[stream][block >> ADDRESS_BITS > MIB_UNITS].give(block)
 
     def release_cached(self) -> None:
-        """Give all unused memory back to the driver."""
         self.reserved -= sum(small.release() + large.release() for small, large in self._pools.values())
 
     def _make_pools(self) -> _Pools:
@@ -293,13 +290,8 @@ def simulate(
 ) -> AllocatorPeak:
     """Make the allocations in their order, as ``TracedStep`` has it, and return what they took at most.
 
-    Args:
-        order: Entry ``k`` allocates block ``k - 1``, entry ``-k`` frees it.
-        sizes: Bytes of each block; one of 0 bytes gets no block.
-        capacity: The driver gives no more bytes than that.
-        expandable_segments: As in ``PYTORCH_CUDA_ALLOC_CONF``.
-        released_at: Before this entry the caches go back to the driver, and peaks count from there on.
-        streams: The stream of each block; by default all are on one.
+    A block of 0 bytes gets no block. The driver gives no more than ``capacity`` bytes. Before the entry ``released_at``
+    the caches go back to the driver, and peaks count from there on. ``streams`` has the stream of each block.
     """
     rounded = [-(-size // UNIT) for size in sizes]
     allocator = CachingAllocator(capacity, expandable=expandable_segments)

@@ -54,7 +54,6 @@ class Gpu(Record):
 
     @property
     def resident_threads(self) -> int:
-        """Threads that the card runs at once."""
         return self.multiprocessors * _THREADS[self.architecture]
 
 
@@ -209,12 +208,7 @@ def find_gpu(gpu: Any) -> Gpu:
     ``"NVIDIA A100-SXM4-80GB"``, ``"4090"``, ``"rtx4090-24gb"``. A name without its socket (``"H100-80GB"``) means the
     card that reports less. A name that several sizes share (``"A100"``) means the commonest, and ``explain_choice``
     names the others.
-
-    Args:
-        gpu: A name; or the card's memory, as a text with a unit (``"24GiB"``) or an int of bytes.
-
-    Raises:
-        InvalidArgument: No card has this name, or several have; or no card could have this memory.
+    A memory is a text with a unit (``"24GiB"``), or bytes.
     """
     simple = _simplify(gpu) if isinstance(gpu, str) else ""
     known = _BY_NAME.get(simple) or _find_family(simple) or (_find_by_memory(gpu) if simple else None)

@@ -52,11 +52,7 @@ _Result = TypeVar("_Result")
 
 
 def run_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECONDS) -> _Result:
-    """Run the function in a child process, which sees all it holds; its result or error is pickled.
-
-    Raises:
-        InvalidArgument: The child crashed, or took more than ``most_seconds``.
-    """
+    """Run the function in a child process, which sees all it holds; ``InvalidArgument`` if that crashes or hangs."""
     with begin_apart(function, most_seconds) as answer:
         return answer()
 

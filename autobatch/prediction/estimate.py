@@ -69,7 +69,6 @@ class Estimate:
         return estimate
 
     def changed(self, **changes: Any) -> Estimate:
-        """The same with other attributes, and without the remembered results."""
         return replace(self, _own={}, _shared={}, **changes)
 
     def step(self, n: int) -> TracedStep:
@@ -106,7 +105,6 @@ class Estimate:
         return held + self._untraced_bytes(n)
 
     def aux_bytes(self, n: int) -> int:
-        """Bytes that untraced micro-batches return beside their losses."""
         return self._times_untraced("aux", n, lambda size: -(-size // UNIT) * UNIT)
 
     def fits_within(self, n: int, limit_bytes: int) -> bool:
@@ -154,7 +152,6 @@ class Estimate:
         return self._measure("loose", n, measure)
 
     def _times_untraced(self, name: str, n: int, round_up: Callable[[int], int]) -> int:
-        """Bytes that untraced micro-batches return beside their losses, each block rounded up."""
         if self.target <= _TRACED_MICRO_BATCHES * n:
             return 0
 

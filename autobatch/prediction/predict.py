@@ -29,12 +29,12 @@ from autobatch.planning.division import balance, share_target
 from autobatch.prediction.cards import Gpu, explain_choice, find_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.parallelism import Parallelism, find_units, read_parallelism
 from autobatch.prediction.prediction import Part, Prediction, Strategy
 from autobatch.prediction.prior import read_card
 from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing, trace_savings
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.tracing.fake_step import Circumstances
+from autobatch.prediction.tracing.ranks import Parallelism, find_units, read_parallelism
 from autobatch.prediction.tracing.trace import explain_loss, trace_timeline
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial

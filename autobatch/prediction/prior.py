@@ -73,15 +73,7 @@ def read_card(index: int | None = None) -> Gpu:
 def expect_largest(
     workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int], first: FirstStep = _NOTHING_RAN
 ) -> Expectation:
-    """Predict which of these ascending sizes is the largest that the allocator holds within the limit.
-
-    Args:
-        workload: The step.
-        layout: The samples of the trials.
-        limit_bytes: The most that the allocator may hold.
-        sizes: The sizes to choose from.
-        first: Earlier measurements.
-    """
+    """Predict which of these ascending sizes is the largest that the allocator holds within the limit."""
     if len(sizes) <= _FEW_SIZES:
         return Expectation()
     try:
@@ -91,15 +83,12 @@ def expect_largest(
         return Expectation()
 
 
-def _find_card(workload: Workload) -> Gpu:
-    homes = {parameter.device for parameter in workload.parameters() if parameter.device.type == "cuda"}
-    return read_card(homes.pop().index) if homes else make_gpu("any", 0, source="")
-
-
 def _expect(
     workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int], first: FirstStep
 ) -> Expectation:
-    deadline, circumstances, card = time.monotonic() + _MOST_SECONDS, Circumstances(), _find_card(workload)
+    deadline, circumstances = time.monotonic() + _MOST_SECONDS, Circumstances()
+    homes = {parameter.device for parameter in workload.parameters() if parameter.device.type == "cuda"}
+    card = read_card(homes.pop().index) if homes else make_gpu("any", 0, source="")
 
     def judge(estimate: Estimate) -> int:
         return _TrialEstimate(estimate, limit_bytes, first).find_largest(sizes)
@@ -141,7 +130,6 @@ class TrialReplay:
 
     @staticmethod
     def of(estimate: Estimate) -> TrialReplay | None:
-        """Replay trials of this step, if its parts can be found."""
         if estimate.timeline.interpolated:
             return None
         order, _ = estimate.with_workspaces(estimate.timeline.at(FIRST_SIZE))
@@ -163,12 +151,10 @@ class TrialReplay:
 
     @cached_property
     def resident_bytes(self) -> int:
-        """Bytes in blocks before the first step."""
         return self._bytes_before(self.parts.forwards[0])
 
     @cached_property
     def forward(self) -> ForwardBytes:
-        """Bytes that the first forward pass leaves."""
         blocks, (order, _) = self.estimate.timeline.blocks, self._first_step
         begun = [entry for entry in order[: self.parts.first_backward] if 0 < entry <= len(blocks)]
         handles = sum(blocks[entry - 1].kind == "cuBLAS workspace" for entry in begun)
@@ -186,8 +172,6 @@ class TrialReplay:
 
 @dataclass(frozen=True)
 class _TrialEstimate:
-    """Memory of the trials of one estimated step."""
-
     estimate: Estimate
     limit_bytes: int
     first: FirstStep
@@ -206,7 +190,6 @@ class _TrialEstimate:
         return sizes[: bisect_right(sizes, min(most, self.estimate.largest_traced or most))]
 
     def find_largest(self, sizes: Sequence[int]) -> int:
-        """The largest size whose trial stays within the limit; 0 if none does."""
         known = self.known_of(sizes, sizes[-1])
         fitting = bisect_left(known, True, key=lambda size: self.bytes_at(size) > self.limit_bytes)
         return known[fitting - 1] if fitting else 0
@@ -242,7 +225,6 @@ class _TrialEstimate:
 
     @cached_property
     def others_bytes(self) -> int:
-        """Bytes in tensors now that do not belong to the step."""
         if self._replay is None:
             return 0
         others, (left, tensors) = self.first.allocated_before - self._replay.resident_bytes, self._replay.forward

@@ -46,11 +46,8 @@ def prove(
 ) -> Proof:
     """Trace the size that the estimate leads to; if the trace differs, judge again with it.
 
-    Args:
-        estimate: The first one.
-        judge: Returns the size that an estimate leads to.
-        check: Returns ``None`` if the timeline holds at a size, else another timeline (``check_timeline``).
-        settle: Asks cuDNN about the sizes that an estimate leads to (``Estimate.settle``).
+    ``judge`` returns that size. ``check`` returns ``None`` if the timeline holds there, else another timeline.
+    ``settle`` asks cuDNN about the sizes that an estimate leads to.
     """
     for tries in range(_ROUNDS + 1):
         estimate = settle(estimate)

@@ -47,7 +47,6 @@ class Sizing:
         return Reach(comfortable=self._find_largest(0), tight=tight)
 
     def points(self) -> tuple[Point, ...]:
-        """Peaks at a choice of the useful sizes and at the answers."""
         answers = {self.largest, self.reach.comfortable, self.reach.tight} - {0}
         return tuple(
             Point(size=size, allocated=self.estimate.allocated(size), reserved=self.estimate.reserved(size))
@@ -79,8 +78,6 @@ class Sizing:
         return tuple(fits)
 
     def settled(self) -> Sizing:
-        """The same after cuDNN was asked about each answer."""
-
         def judge(estimate: Estimate) -> set[int]:
             sizing = replace(self, estimate=estimate)
             return {sizing.judged, sizing.reach.comfortable, sizing.reach.tight} - {0}
@@ -89,7 +86,6 @@ class Sizing:
 
     @property
     def judged(self) -> int:
-        """The size that the prediction describes."""
         return self.largest or self.least
 
     @property

@@ -304,7 +304,6 @@ def charts(prediction: Prediction) -> dict[str, Chart]:
 
 
 def _part_rows(prediction: Prediction) -> Iterator[tuple[Bytes, str]]:
-    """Yield the parts of the peak, and their sum."""
     yield from ((Bytes(part.byte_count), part.name) for part in prediction.breakdown)
     yield Bytes(prediction.context_bytes), "CUDA's own, outside the allocator"
     yield Bytes(prediction.peak_bytes), "in all: the peak of the process, without the margin"
@@ -316,7 +315,6 @@ def _module_rows(prediction: Prediction) -> Iterator[tuple[Bytes, str]]:
 
 
 def _point_rows(prediction: Prediction) -> Iterator[tuple[int, Bytes, Bytes, Bytes]]:
-    """Yield samples, and bytes allocated, reserved and of the process."""
     for point in prediction.points:
         held = Bytes(point.reserved)
         yield point.size, Bytes(point.allocated), held, Bytes(held + prediction.context_bytes)
@@ -337,7 +335,6 @@ def _by_memory(prediction: Prediction) -> list[CardFit]:
 
 
 def _card_cells(card: CardFit) -> tuple[Cell, ...]:
-    """Show name, memory, size, steps and peak."""
     name = card.gpu if card.measured else f"{card.gpu} *"
     peak = Bytes(card.peak_bytes) if card.micro_batch_size else "-"
     return (name, Bytes(card.total_bytes), card.micro_batch_size or "none", card.accumulation_steps or "-", peak)

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from autobatch.prediction.cudnn.plans import Convolution
+from autobatch.prediction.cudnn import Convolution
 from autobatch.records import Record
 
 Phase = Literal["before", "forward", "backward", "optimizer"]
@@ -62,12 +62,10 @@ class TracedStep(Record):
     convolutions: dict[int, Convolution] = Field(default_factory=dict)  # by the block that is its workspace
 
     def peak(self) -> int:
-        """Most bytes of tensors alive at once, unrounded."""
         return most_alive(self.order, self.tensor_sizes())
 
     @cached_property
     def kernel_blocks(self) -> list[int]:
-        """Blocks that are a kernel's own memory."""
         return [index for index, block in enumerate(self.blocks) if block.kind in _NO_TENSORS]
 
     @cached_property
@@ -77,7 +75,6 @@ class TracedStep(Record):
         return numbers if any(numbers) else []
 
     def tensor_sizes(self) -> list[int]:
-        """Bytes of each block, 0 for a kernel's own memory."""
         sizes = [*self.sizes]
         for index in self.kernel_blocks:
             sizes[index] = 0
@@ -85,7 +82,6 @@ class TracedStep(Record):
 
 
 def most_alive(order: Sequence[int], sizes: Sequence[int]) -> int:
-    """The largest sum of the sizes of blocks that are allocated at once."""
     live = most = 0
     for entry in order:
         live += sizes[entry - 1] if entry > 0 else -sizes[-entry - 1]

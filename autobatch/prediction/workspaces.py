@@ -1,19 +1,25 @@
 """Says what kernels take for themselves on one card: workspaces of cuBLAS and cuDNN, and buffers of sums.
 
-cuDNN is asked about the sizes that count; the nearest of its answers serves other sizes. A question takes 13 ms, a
-network has some fifty convolutions, and a search looks at many sizes. Without cuDNN a rule says which kernels work on
-copies of their tensors in another layout. It is fitted to the answers of cuDNN 9.20 for 21 networks on five cards: of
-the whole process it is off by 0 to 5 % in the median, and at worst 15 % too low.
+cuDNN is asked in a process of its own, since it may abort, about the sizes that count; the nearest of its answers
+serves other sizes. A question takes 13 ms, a network has some fifty convolutions, and a search looks at many sizes.
+Without cuDNN a rule says which kernels work on copies of their tensors in another layout. It is fitted to the answers
+of cuDNN 9.20 for 21 networks on five cards: of the whole process it is off by 0 to 5 % in the median, and at worst 15 %
+too low.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
 
-from autobatch.prediction.cudnn.answers import ask_cudnn, find_libraries
-from autobatch.prediction.cudnn.plans import DEVICES, Convolution
+from autobatch.prediction.cudnn import DEVICES, Convolution
 from autobatch.prediction.timeline import TracedStep
 
 HANDLE = "cuBLAS workspace"
@@ -38,7 +44,6 @@ class Workspaces:
         return cls(architecture, multiprocessors, asks=architecture in DEVICES and find_libraries() is not None)
 
     def has_asked(self, convolutions: Iterable[Convolution]) -> bool:
-        """Whether nothing is left to ask about these."""
         return not self.asks or self._asked.issuperset(convolutions)
 
     def ask(self, convolutions: Iterable[Convolution]) -> Workspaces:
@@ -54,7 +59,6 @@ class Workspaces:
         return replace(self, version=found.version, _answers=answers, _asked=wanted, _nearby=nearby)
 
     def find(self, convolution: Convolution) -> int:
-        """Bytes of one convolution's workspace."""
         known = self._answers.get(convolution)
         if known is not None:
             return known
@@ -87,7 +91,10 @@ def estimate_workspace(convolution: Convolution, architecture: str) -> int:
     if not (is_half or has_tf32) or max(convolution.inputs[2:]) == 1:  # one point of space: a product of matrices
         return 0
     if convolution.groups == convolution.inputs[1] > 1:
-        return _estimate_depthwise(convolution, inputs + outputs, is_half=is_half)
+        # By depth; in float32 and channels first torch's own kernels take none.
+        is_large = max(convolution.weight[2:]) >= 7 and convolution.kind == "weight gradient"
+        factor = 4.6 * is_large if convolution.channels_last else float(is_half)
+        return round(factor * (inputs + outputs))
     if convolution.groups > 1:
         return inputs + outputs + weight
     if convolution.channels_last:
@@ -96,14 +103,6 @@ def estimate_workspace(convolution: Convolution, architecture: str) -> int:
         reads_all = is_half or convolution.kind != "forward"
         return inputs + weight + (outputs if reads_all else 0)
     return inputs + outputs + weight if is_half and convolution.kind == "weight gradient" else 0
-
-
-def _estimate_depthwise(convolution: Convolution, tensor_bytes: int, *, is_half: bool) -> int:
-    # In float32 and channels first torch's own kernels take none.
-    is_large = max(convolution.weight[2:]) >= 7
-    if convolution.channels_last and is_large and convolution.kind == "weight gradient":
-        return round(4.6 * tensor_bytes)
-    return 0 if not is_half or convolution.channels_last else tensor_bytes
 
 
 _WARP = 32
@@ -141,12 +140,7 @@ def buffer_bytes(addends: int, result_bytes: int, resident_threads: int) -> int:
 
     ``setReduceConfig`` and ``global_memory_size`` in torch's ``aten/src/ATen/native/cuda/Reduce.cuh`` (2.13), if the
     densest dimension stays, as in a bias's gradient. Sums over the densest dimension take a few KiB, which are not
-    counted.
-
-    Args:
-        addends: Numbers that are added up in each result.
-        result_bytes: Bytes of all results in float32, the dtype of the sum.
-        resident_threads: Threads that the card runs at once.
+    counted. The card runs ``resident_threads`` at once; the results are in float32.
     """
     results = result_bytes // 4
     if not (addends and results and resident_threads):
@@ -172,3 +166,80 @@ def _block_of_threads(across: int, along: int, most: int) -> tuple[int, int]:
 
 def _power_of_two(size: int, most: int) -> int:
     return min(1 << max(size, 1).bit_length() - 1, most)
+
+
+# ------------------------------------------------------------------------------------------------ asking cuDNN
+
+_MOST_SECONDS = 60.0  # for all questions of one call: a question takes 13 ms
+_MOST_PROCESSES = 3  # after as many aborts the other questions have no answer
+
+
+class Answers(NamedTuple):
+    """What cuDNN answered."""
+
+    version: int  # 92000 for 9.20.0; 0 without cuDNN
+    workspaces: dict[Convolution, int]  # bytes of each convolution that it can plan
+
+
+def ask_cudnn(convolutions: Iterable[Convolution], architecture: str, multiprocessors: int) -> Answers:
+    """Ask this machine's cuDNN for the workspaces of convolutions on a card.
+
+    After an abort it is asked again, without the convolution that it aborted at.
+    """
+    files, left = find_libraries(), [*dict.fromkeys(convolutions)]
+    version, found = 0, dict[Convolution, int]()
+    if files is None or architecture not in DEVICES:
+        return Answers(version, found)
+    for _ in range(_MOST_PROCESSES):
+        said = _run([*map(str, files), architecture, str(multiprocessors)], left)
+        if not said:
+            break
+        version, answers = said[0] or 0, said[1:]
+        found |= {convolution: size for convolution, size in zip(left, answers, strict=False) if size is not None}
+        if len(answers) == len(left):
+            break
+        left = left[len(answers) + 1 :]
+    return Answers(version, found)
+
+
+def _run(arguments: Sequence[str], convolutions: Sequence[Convolution]) -> list[int | None]:
+    """Read the version and the answers of one process; an answer is ``None`` if cuDNN has no plan."""
+    questions = "".join(f"{json.dumps(convolution)}\n" for convolution in convolutions)
+    command = [sys.executable, "-m", "autobatch.prediction.cudnn", *arguments]
+    said: list[int | None] = []
+    with subprocess.Popen(  # noqa: S603 - this interpreter, and a module of ours
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        stop = threading.Timer(_MOST_SECONDS, process.kill)
+        stop.start()
+        try:
+            output, _ = process.communicate(questions)
+        finally:
+            stop.cancel()
+    for line in output.splitlines():
+        try:
+            said.append(json.loads(line))
+        except ValueError:  # half a line, of a process that was killed
+            break
+    return said
+
+
+_CUDNN = ("nvidia/cudnn/lib/libcudnn.so.9", "torch/lib/libcudnn.so.9")
+_CUBLAS = (
+    "nvidia/cu13/lib/libcublasLt.so.13",
+    "nvidia/cublas/lib/libcublasLt.so.13",
+    "nvidia/cublas/lib/libcublasLt.so.12",
+    "torch/lib/libcublasLt.so.13",
+    "torch/lib/libcublasLt.so.12",
+)
+
+
+def find_libraries() -> tuple[Path, Path] | None:
+    """Find the files of cuDNN 9 and cuBLASLt; ``None`` if one is missing, since cuDNN aborts without cuBLASLt."""
+    cudnn, cublas = _find_first(_CUDNN), _find_first(_CUBLAS)
+    return None if cudnn is None or cublas is None else (cudnn, cublas)
+
+
+def _find_first(names: tuple[str, ...]) -> Path | None:
+    places = (Path(folder, name) for name in names for folder in sys.path if folder)
+    return next((place for place in places if place.exists()), None)

@@ -19,9 +19,9 @@ from torch.nn.parallel import distributed as ddp
 import autobatch
 from autobatch.batch.samples import describe
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.parallelism import Parallelism, find_units
 from autobatch.prediction.timeline import Timeline, align
 from autobatch.prediction.tracing.fake_step import Circumstances
+from autobatch.prediction.tracing.ranks import Parallelism, find_units
 from autobatch.prediction.tracing.trace import trace
 from autobatch.records import DeviceInfo
 from autobatch.step.workload import Workload

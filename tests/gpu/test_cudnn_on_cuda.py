@@ -8,8 +8,8 @@ import pytest
 import stand_in
 import torch
 
-from autobatch.prediction.cudnn.answers import ask_cudnn, find_libraries
 from autobatch.prediction.tracing.convolutions import find_calls, find_layout
+from autobatch.prediction.workspaces import ask_cudnn, find_libraries
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.prediction.cudnn import answers
-from autobatch.prediction.cudnn.answers import Answers, ask_cudnn, find_libraries
-from autobatch.prediction.cudnn.plans import Convolution
-from autobatch.prediction.workspaces import estimate_workspace
+from autobatch.prediction import workspaces as answers
+from autobatch.prediction.cudnn import Convolution
+from autobatch.prediction.workspaces import Answers, ask_cudnn, estimate_workspace, find_libraries
 
 VERSION = 92000
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.prediction.cards import find_gpu
-from autobatch.prediction.cudnn.plans import Convolution
+from autobatch.prediction.cudnn import Convolution
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, combine
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.prediction.cudnn.plans import Convolution
+from autobatch.prediction.cudnn import Convolution
 from autobatch.prediction.timeline import Block, TracedStep, align, combine
 
 pytestmark = pytest.mark.quick

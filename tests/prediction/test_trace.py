@@ -18,11 +18,11 @@ from workloads import bits_of, differences
 import autobatch.prediction.tracing.trace as trace_module
 from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.retrace import check_timeline
 from autobatch.prediction.timeline import TracedStep
 from autobatch.prediction.tracing import fake_device
 from autobatch.prediction.tracing.failures import TooLong
+from autobatch.prediction.tracing.ranks import Parallelism
 from autobatch.prediction.tracing.trace import Circumstances, trace, trace_timeline
 from autobatch.step.losses import Mean
 from autobatch.step.workload import Workload

@@ -1,4 +1,4 @@
-"""``prediction.parallelism``: which modules of a model would be sharded apart."""
+"""``prediction.tracing.ranks``: which modules of a model would be sharded apart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from nets import GPT, ConvNet
 from torch import nn
 
-from autobatch.prediction.parallelism import find_units
+from autobatch.prediction.tracing.ranks import find_units
 
 
 def name_units(model):

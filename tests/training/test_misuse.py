@@ -186,7 +186,7 @@ def test_a_frameworks_loop_is_not_warned_of(plan, adapter):
         module = pytest.importorskip("autobatch.integrations.transformers.training")
         runner = module.TrainerRunner(plan, model, mean_step, optimizer, **options)
     else:
-        module = pytest.importorskip("autobatch.integrations.lightning.update")
+        module = pytest.importorskip("autobatch.integrations.lightning.training")
         runner = module.LightningRunner(lambda *_: None, plan, model, mean_step, optimizer, **options)
     for samples in (3, 3, 12):
         runner.accumulate(batch_of(samples))

@@ -22,6 +22,7 @@ import torch
 
 from autobatch._formatting import plural
 from autobatch.errors import InvalidArgument
+from autobatch.integrations.attributes import is_number
 from autobatch.integrations.lightning.outputs import Way, combine
 
 _log = logging.getLogger("autobatch")
@@ -81,7 +82,6 @@ class BatchSizes:
         self._guessed: set[Key] = set()
 
     def begin(self) -> None:
-        """Begin a batch: its parts are compared with each other only."""
         self._seen = {}
 
     def note(self, calls: Iterable[LogCall], samples: int) -> None:
@@ -118,12 +118,9 @@ def merge_calls(
     wholes: Container[int | None],
     batch_sizes: BatchSizes,
 ) -> list[LogCall]:
-    """Return the calls that the whole batch would have made.
+    """Return the calls that the whole batch would have made, from samples, weight and calls of each micro-batch.
 
-    Args:
-        micro_batches: Samples, weight and calls of each.
-        wholes: Number of samples of all of them, and the loader's batch size.
-        batch_sizes: What the calls pass as ``batch_size=``.
+    ``wholes`` has the number of samples of all of them, and the loader's batch size.
     """
     found: dict[Key, list[tuple[int, float, LogCall]]] = {}
     for size, weight, calls in micro_batches:
@@ -140,7 +137,7 @@ def _merge(
     reduction = last.options.get("reduce_fx", "mean")
     way = _WAYS.get(str(getattr(reduction, "__name__", reduction)).lower())
     # Lightning refuses what is no number, and an own ``reduce_fx``. A running value has seen all samples at its end.
-    if len(calls) == 1 or way is None or not _is_number(last.value) or _is_running(calls):
+    if len(calls) == 1 or way is None or not is_number(last.value) or _is_running(calls):
         return last
     weights, options = [weight for _, weight, _ in parts], dict(last.options)
     numbers = [int(number) for call in calls if (number := call.options.get("batch_size")) is not None]
@@ -151,12 +148,6 @@ def _merge(
         if not is_whole:
             weights, options["batch_size"] = [float(number) for number in numbers], sum(numbers)
     return LogCall(last.name, combine(way, [call.value for call in calls], weights), options)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, float | int) and not isinstance(value, bool)
 
 
 def _is_running(calls: Sequence[LogCall]) -> bool:
@@ -186,7 +177,6 @@ class StepMetrics:
         return len(self._known) > count
 
     def begin(self) -> None:
-        """Set states aside, so that the step has its own."""
         self._earlier = []  # the copies may run out of memory
         self._earlier = [(one, one._copy_state_dict(), one._update_count) for one in self._known]  # noqa: SLF001 - as its own forward() does
         for metric in self._known:
@@ -245,7 +235,6 @@ class ResultsKeeper:
         self._trainer = trainer
 
     def take(self) -> dict[str, Any]:
-        """Return references: Lightning replaces the values, and writes into none of them."""
         results, connector = self._trainer._results, self._trainer._logger_connector  # noqa: SLF001 - nothing public has it
         return {
             "metrics": {key: (metric, dict(vars(metric))) for key, metric in results.items()},
@@ -254,7 +243,6 @@ class ResultsKeeper:
         }
 
     def put(self, taken: dict[str, Any]) -> None:
-        """Restore them, and remove later entries."""
         results = self._trainer._results  # noqa: SLF001 - the same
         results.clear()
         for key, (metric, attributes) in taken["metrics"].items():

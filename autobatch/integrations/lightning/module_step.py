@@ -71,7 +71,8 @@ class ModuleStep:
             raise InvalidArgument(self.refusal)
         loss, size = result.loss, describe(micro_batch).count
         self.batch_sizes.note(logged, size)
-        weight = float(size) if self._weigh is None else _sum_of(self._weigh(micro_batch))
+        counted = size if self._weigh is None else self._weigh(micro_batch)
+        weight = math.fsum(map(float, counted.values())) if isinstance(counted, Mapping) else float(counted)
         if isinstance(stated, Mean | Sum):
             weight = counts_of(stated)[""]
         if isinstance(stated, Sum) and weight:
@@ -83,29 +84,23 @@ class ModuleStep:
         """Return Lightning's backward pass: its hooks, precision and ``LightningModule.backward``."""
         backward = self._loop._make_backward_fn(optimizer)  # noqa: SLF001 - what Lightning's own closure is made with
 
+        def refuse_logging(name: str, *_: Any, **__: Any) -> None:
+            raise InvalidArgument(
+                f"self.log({name!r}) in {self._module._current_fx_name}, which runs once a micro-batch: log it in "  # noqa: SLF001 - Lightning's own word for where it is
+                f"on_before_optimizer_step, where the gradient is the whole batch's"
+            )
+
         def run(loss: torch.Tensor) -> None:
-            with hook_name(self._module, None), replaced(self._module, "log", self._refuse_logging):
+            with hook_name(self._module, None), replaced(self._module, "log", refuse_logging):
                 backward(loss)
 
         return run
 
-    def _refuse_logging(self, name: str, *_: Any, **__: Any) -> None:
-        raise InvalidArgument(
-            f"self.log({name!r}) in {self._module._current_fx_name}, which runs once a micro-batch: log it in "  # noqa: SLF001 - Lightning's own word for where it is
-            f"on_before_optimizer_step, where the gradient is the whole batch's"
-        )
-
     def take(self) -> list[MicroBatchOutput]:
-        """Return the outputs: references, not copies."""
         return [*self.outputs]
 
     def put(self, taken: list[MicroBatchOutput]) -> None:
-        """Restore the outputs."""
         self.outputs[:] = taken
-
-
-def _sum_of(counted: Any) -> float:
-    return math.fsum(map(float, counted.values())) if isinstance(counted, Mapping) else float(counted)
 
 
 @contextmanager

@@ -38,12 +38,15 @@ def join_outputs(outputs: Sequence[dict[str, Any]], sizes: Sequence[int], weight
 
 
 def _join(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
-    """Join rows end to end, and go into dicts and tuples."""
     first = values[0]
     if len(values) == 1:
         return first
     if all(_count_rows(value) == size for value, size in zip(values, sizes, strict=True)):
-        return _join_rows(values)
+        if isinstance(first, torch.Tensor):
+            return torch.cat([*values])
+        return (
+            sys.modules["numpy"].concatenate(values) if is_array(first) else [row for value in values for row in value]
+        )
     if all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
         return {key: _join([value[key] for value in values], sizes, weights) for key in first}
     if all(type(value) is tuple and len(value) == len(first) for value in values):
@@ -69,16 +72,7 @@ def _count_rows(value: Any) -> int | None:
     return len(value) if isinstance(value, list) else None
 
 
-def _join_rows(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], torch.Tensor):
-        return torch.cat([*values])
-    if is_array(values[0]):
-        return sys.modules["numpy"].concatenate(values)
-    return [row for value in values for row in value]
-
-
 def _is_equal(one: Any, other: Any) -> bool:
-    """Return whether two values have one type and the same content."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor) or is_array(one):

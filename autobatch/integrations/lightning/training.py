@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from autobatch.batch.samples import describe
-from autobatch.errors import AutobatchError, DoesNotFit, InexactSplit, InvalidArgument
+from autobatch.distributed.shared_step import SharedStep
+from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InexactSplit, InvalidArgument
 from autobatch.exactness.comparison import samples_differ
 from autobatch.exactness.verification import verify_in_training
 from autobatch.fitting.fit import fit
@@ -27,12 +28,13 @@ from autobatch.integrations.lightning.logs import (
 from autobatch.integrations.lightning.module_step import ModuleStep, hook_name
 from autobatch.integrations.lightning.outputs import combine, join_outputs
 from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_target
-from autobatch.integrations.lightning.update import LightningRunner
 from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.result import StepResult
+from autobatch.runner import Runner
 from autobatch.step.workload import Workload
+from autobatch.training.update import explain_no_retry, forget_state, make_state
 from autobatch.undo.undo import Undo
 
 _log = logging.getLogger("autobatch")
@@ -61,7 +63,6 @@ class Optimization:
         self._loop.run = self
 
     def release(self) -> None:
-        """Restore Lightning's own ``run``."""
         vars(self._loop).pop("run", None)
 
     def __call__(self, optimizer: Any, batch_index: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +166,6 @@ class Optimization:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Restore what a step changes outside the module."""
         kept = Undo(None, torch.device("cpu"), keep=self._kept)
         try:
             yield
@@ -173,7 +173,6 @@ class Optimization:
             kept.restore()
 
     def _run_step(self, runner: LightningRunner, batch: Any) -> StepResult:
-        """Run one step; again where it logs an unknown metric, and once where memory ran out before the update."""
         was_short = False
         while True:
             self._step.outputs.clear()
@@ -278,3 +277,65 @@ class Optimization:
 
     def _device(self) -> Any:
         return find_device([*self._module.parameters()], type(self._module).__name__, self._options.device)
+
+
+class LightningRunner(Runner):
+    """A Runner whose update ``apply`` makes; it calls its argument right before the parameters move.
+
+    Attributes:
+        ended_early: Whether memory ran out in the last step's update, before the parameters moved.
+    """
+
+    _is_in_users_loop = False
+
+    def __init__(self, apply: Callable[[Callable[[], None]], None], *arguments: Any, **named: Any) -> None:
+        """Bind a plan to a module; the other arguments are Runner's."""
+        self._apply = apply
+        self.ended_early = False
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        super().__init__(*arguments, **named)
+        self._has_reported_gradients = True  # Lightning has cleared them, or its user's ``optimizer_zero_grad`` has not
+
+    def leave_gradients(self) -> None:
+        """Let ``.grad`` hold the step's gradient until Lightning clears it, as its hooks expect."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
+
+    def _finish(self, undo: Undo, shared: SharedStep | None, *, update: bool) -> None:
+        """Let Lightning make the update, and commit right before its parameters move."""
+        self.ended_early = False
+        self._memory.check_update()
+        optimizer: Any = self._workload.optimizer
+        handled, reason = sys.exc_info()[1], None
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        made = make_state(optimizer)
+
+        def commit() -> None:
+            if undo.is_released:
+                return
+            gradients = [(parameter, parameter.grad) for parameter in held if parameter.grad is not None]
+            if shared is not None:
+                shared.agree()
+            self._accumulation.commit(undo)
+            self._gradients = gradients
+
+        try:
+            self._apply(commit)
+            commit()  # an ``optimizer_step`` of the user may leave the optimizer's step out
+        except BaseException as error:
+            is_short = isinstance(error, Exception) and is_oom(error, handled=handled)
+            if not undo.is_released:
+                self.ended_early = is_short
+                forget_state(optimizer, made)
+            if not undo.is_released or not is_short:
+                raise
+            reason = describe_error(error, handled=handled)
+        finally:
+            if undo.is_released:
+                self._workload.drop_gradients()
+        if reason is not None:
+            raise CannotRetry(
+                f"ran out of memory inside the optimizer's step ({reason}): parameters may have moved, "
+                f"{explain_no_retry(self.steps, self.plan)}"
+            )

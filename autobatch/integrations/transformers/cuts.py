@@ -69,7 +69,6 @@ def take_samples(inputs: Any) -> Sequence[Any] | None:
 
 
 def count_rows(inputs: Any) -> int | None:
-    """Return the number of rows of all its tensors; ``None`` if they differ."""
     try:
         return describe(inputs).count
     except InvalidArgument:
@@ -212,7 +211,6 @@ def count_labels(inputs: Any, samples: int) -> list[int]:
 
 
 def has_unequal_lengths(inputs: Any) -> bool:
-    """Return whether some rows are longer than others, by a mask of padding."""
     return any(len(set(_last_used(group).tolist())) > 1 for group in _padded_groups(inputs))
 
 

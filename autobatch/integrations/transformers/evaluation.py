@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import nested_concat
 
 from autobatch.batch.samples import describe
 from autobatch.fitting.options import Options
-from autobatch.integrations.attributes import replaced
+from autobatch.integrations.attributes import is_number, replaced
 from autobatch.integrations.transformers.cuts import (
     Collate,
     copy_samples,
@@ -26,7 +26,7 @@ from autobatch.integrations.transformers.cuts import (
     take_samples,
 )
 from autobatch.integrations.transformers.known_rules import KnownRules
-from autobatch.integrations.transformers.logs import StepMetrics, TrainerLogs, is_number
+from autobatch.integrations.transformers.logs import StepMetrics, TrainerLogs
 from autobatch.integrations.transformers.loss_rule import (
     DIVIDED,
     SAMPLES,
@@ -120,9 +120,14 @@ class EvaluationStep:
         sizes = [part.samples for part in parts]
         metrics.merge(sizes)
         self._logs.write(sizes)
-        if len(parts) == 1:
-            return parts[0].outputs
-        return (_join_losses(parts, reading), *_join([part.outputs for part in parts]))
+        first, *others = [part.outputs for part in parts]
+        if not others:
+            return first
+        _, logits, labels = first
+        for _, more, its in others:  # one part after another
+            logits = None if logits is None else nested_concat(logits, more, padding_index=-100)
+            labels = None if labels is None else nested_concat(labels, its, padding_index=-100)
+        return _join_losses(parts, reading), logits, labels
 
     def _run_parts(self, model: Any, batch: _Batch, metrics: StepMetrics) -> list[_Part]:
         """Run the whole batch, in as many parts as memory asks for; what failed parts changed is undone."""
@@ -233,14 +238,3 @@ def _join_losses(parts: Sequence[_Part], reading: Reading) -> Any:
     # A part that counts for nothing may have a loss that is not a number.
     counting = [part.outputs[0] * (part.weight / total) for part in parts if part.weight]
     return sum(counting) if counting else losses[0]
-
-
-def _join(parts: Sequence[Outputs]) -> list[Any]:
-    """Return the whole batch's logits and labels, one part after another."""
-    joined = []
-    for index in (1, 2):
-        whole = parts[0][index]
-        for outputs in parts[1:]:
-            whole = None if whole is None else nested_concat(whole, outputs[index], padding_index=-100)
-        joined.append(whole)
-    return joined

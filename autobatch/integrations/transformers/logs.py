@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from autobatch.integrations.attributes import replaced
+from autobatch.integrations.attributes import is_number, replaced
 from autobatch.integrations.transformers.cuts import IGNORED
 
 TABLES = "_metrics", "_stored_metrics"  # TRL's lists, by "train" or "eval"
@@ -63,13 +63,12 @@ class TrainerLogs:
 
         with replaced(self._trainer, "log", log):
             yield
-        self.micro_batches.append((calls, self._weight_of(whole) if calls else None))
-
-    def _weight_of(self, inputs: Any) -> float | None:
-        if self._weigh is not None:
-            return float(self._weigh(inputs))
-        items = self._count_items([inputs], self._trainer.args.device) if isinstance(inputs, Mapping) else None
-        return None if items is None else float(items)
+        weight = None
+        if calls and self._weigh is not None:
+            weight = self._weigh(whole)
+        elif calls and isinstance(whole, Mapping):
+            weight = self._count_items([whole], self._trainer.args.device)
+        self.micro_batches.append((calls, None if weight is None else float(weight)))
 
     def write(self, samples: Sequence[int]) -> None:
         """Log what the step's micro-batches have logged, once; ``samples`` has their sizes."""
@@ -99,13 +98,6 @@ def _average(values: Sequence[tuple[Any, float]]) -> Any:
     return sum(value * (weight / total) for value, weight in values if weight)
 
 
-def is_number(value: Any) -> bool:
-    """Return whether it is one number, or a tensor of one."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 # ------------------------------------------------------------------------------------------------- TRL's metrics
 
 
@@ -124,7 +116,6 @@ class StepMetrics:
         self._total_before = 0
 
     def are_there(self) -> bool:
-        """Return whether the Trainer has any."""
         return any(isinstance(getattr(self._trainer, name, None), dict) for name in TABLES)
 
     def begin(self) -> None:
@@ -134,7 +125,6 @@ class StepMetrics:
         self._total_before = getattr(self._trainer, _TOTAL, 0)
 
     def add(self, inputs: Mapping[str, Any]) -> None:
-        """Weigh a micro-batch, if there are metrics."""
         if self.are_there():
             # In ORPO, the likelihood of preferred texts includes their prompts.
             self.weights.append(_weigh(inputs, full_texts=hasattr(self._trainer, "odds_ratio_loss")))
@@ -157,7 +147,11 @@ class StepMetrics:
             if parts:
                 entries[self._before.get(name, 0) :] = [_merge(name, *zip(*parts, strict=True))[0]]
         if self.weights and all(_CHOSEN in weights for weights in self.weights):
-            self._set_margins(lists)
+            # KTO's margin is the difference of two means over different samples.
+            means = [lists.get(kind, [])[self._before.get(kind, 0) :] for kind in (_CHOSEN, _REJECTED)]
+            if all(means):
+                margins = self._tables()[0].setdefault(_MARGINS, [])
+                margins[self._before.get(_MARGINS, 0) :] = [means[0][0] - means[1][0]]
         if exchange is not None and hasattr(self._trainer, _TOTAL):
             total = self._total_before + sum(its for _, its in all_of_them)
             setattr(self._trainer, _TOTAL, total)
@@ -177,13 +171,6 @@ class StepMetrics:
             if values and len(values) == len(own) and name != "num_tokens":
                 found[name] = values, own
         return found
-
-    def _set_margins(self, lists: Mapping[str, list[Any]]) -> None:
-        """Set KTO's margin, which is the difference of two means over different samples."""
-        means = [lists.get(name, [])[self._before.get(name, 0) :] for name in (_CHOSEN, _REJECTED)]
-        if all(means):
-            margins = self._tables()[0].setdefault(_MARGINS, [])
-            margins[self._before.get(_MARGINS, 0) :] = [means[0][0] - means[1][0]]
 
     def _tables(self) -> list[dict[str, Any]]:
         held = [getattr(self._trainer, name, None) for name in TABLES]

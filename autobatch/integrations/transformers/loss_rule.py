@@ -57,24 +57,15 @@ _NO_PER_STEP = (
 
 @dataclass(frozen=True)
 class LossRule:
-    """How batches are divided, and what the loss of a micro-batch is.
-
-    Attributes:
-        cut: How batches are divided.
-        reading: Divisor of the Trainer's loss.
-        step: The Trainer's step.
-        is_exact: Whether a comparison has shown that it is exact.
-        is_guess: Whether nothing could be compared, as with one sample; a later batch is compared.
-    """
+    """How batches are divided, and what the loss of a micro-batch is."""
 
     cut: Rows
     reading: Reading
     step: TrainerStep
-    is_exact: bool = False
-    is_guess: bool = False
+    is_exact: bool = False  # a comparison has shown it
+    is_guess: bool = False  # nothing could be compared, as with one sample; a later batch is compared
 
     def run(self, model: nn.Module, micro_batch: Any) -> Any:
-        """Run the step, as ``fit`` and ``Runner`` take it."""
         loss = self.step.loss_of(model, self.cut.inputs_of(micro_batch))
         # Shares add up to 1, so the Runner does not divide again what was divided by the whole batch's count.
         return Sum(loss * self.step.scale, self.count(micro_batch)) if self.reading == DIVIDED else loss
@@ -92,7 +83,6 @@ class LossRule:
         return self.count if self.reading == WEIGHED else None
 
     def __str__(self) -> str:
-        """Return both in words, for a line of the log."""
         loss = self.reading if self.reading == DIVIDED else f"a {self.reading}"
         return f"micro-batches are {self.cut.name}; the loss is {loss}"
 
@@ -103,9 +93,7 @@ class LossRule:
 def read_loss(loss_of: Callable[[int, int], float], samples: int) -> tuple[Reading | None, float]:
     """Return the reading that is nearest to the losses of a few samples, and by how much it misses them.
 
-    Args:
-        loss_of: Returns the loss of the samples from one to before another.
-        samples: Number of the samples, at least 2.
+    ``loss_of`` returns the loss of the samples from one to before another; there are at least two.
     """
     first = 1 if samples == 2 else samples // 2 + 1
     whole, one, other = loss_of(0, samples), loss_of(0, first), loss_of(first, samples)
@@ -209,16 +197,8 @@ def find_rule(
 ) -> LossRule:
     """Return the first rule by which parts of the batch have the whole batch's gradient.
 
-    Args:
-        step: The Trainer's step.
-        cuts: The ways to divide this batch, in the order in which they are tried.
-        model: Its gradients are compared.
-        inputs: The loader's batch.
-        samples: The samples that it was made of, if they are known.
-        device: As for ``verify``.
-        check: Choice for a loss that no rule splits exactly. ``None`` compares no gradients.
-        known: An exact rule for earlier batches of this kind, which is compared first.
-        last: The rule of the batch before; it stays if nothing can be compared in this one.
+    ``cuts`` are tried in their order, ``known`` (an exact rule for earlier batches of this kind) first. ``last`` (the
+    rule of the batch before) stays if nothing can be compared in this batch. ``check=None`` compares no gradients.
 
     Raises:
         InexactSplit: With the causes that ``verify`` names.
@@ -251,7 +231,12 @@ def find_rule(
             batch = rule.cut.batch_of(inputs, samples)
             explained = verify(model, batch, rule.run, rule.weigh, device=device)
             verdict = verdict if explained.exact or explained.unchecked else explained
-    refuse(check, _refusal(name, verdict), guess)
+    if verdict.unchecked:
+        reason = f"{name}: it could not be checked whether this loss can be split: {verdict.unchecked}"
+    else:
+        advice = _NO_PER_STEP if "PerStep" in str(verdict) else "" if verdict.causes else _NO_CAUSE
+        reason = f"{name}: no way was found to split this loss exactly: {verdict}{advice}"
+    refuse(check, reason, guess)
     return replace(guess, is_guess=any(one in verdict.unchecked for one in _OF_THE_BATCH))
 
 
@@ -278,10 +263,3 @@ def refuse(check: Literal["warn", "raise"] | None, reason: str, taken: LossRule)
         raise InexactSplit(f"{reason}{_OTHERWISE}")
     if check == "warn":
         _log.warning("%s; training uses: %s", reason, taken)
-
-
-def _refusal(name: str, nearest: Verdict) -> str:
-    if nearest.unchecked:
-        return f"{name}: it could not be checked whether this loss can be split: {nearest.unchecked}"
-    advice = _NO_PER_STEP if "PerStep" in str(nearest) else "" if nearest.causes else _NO_CAUSE
-    return f"{name}: no way was found to split this loss exactly: {nearest}{advice}"

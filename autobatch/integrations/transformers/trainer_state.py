@@ -37,7 +37,6 @@ class TrainerAttributes:
         self._trainer = trainer
 
     def take(self) -> _Attributes:
-        """Record what all of them hold."""
         attributes = vars(self._trainer)
         most = dict.fromkeys(TABLES, _MOST_METRICS)
         data = {name: one for name, one in attributes.items() if _is_data(one, most.get(name, _MOST_ENTRIES))}
@@ -99,7 +98,6 @@ class AutobatchState(TrainerCallback, ExportableState):  # type: ignore[misc] # 
         self.saved: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what the Trainer saves."""
         return {"args": {}, "attributes": {"saved": self.read() if self.read is not None else self.saved}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -68,7 +68,7 @@ class TrainerStep:
             stack.enter_context(replaced(accelerator, "backward", lambda loss, **_: losses.append(loss)))
             if self.ranks > 1:
                 stack.enter_context(replaced(self.trainer.args, "average_tokens_across_devices", value=False))
-                gather = _return_own if self.metrics.are_there() else self._refuse_gathering
+                gather = (lambda tensor, *_, **__: tensor) if self.metrics.are_there() else self._refuse_gathering
                 for name in ("gather", "gather_for_metrics", "reduce"):
                     stack.enter_context(replaced(accelerator, name, gather))
             yield losses
@@ -78,10 +78,6 @@ class TrainerStep:
             f"{type(self.trainer).__name__} gathers over the ranks inside its step, and each rank may run another "
             f"number of micro-batches: train on one rank, or use plan.settings('huggingface')"
         )
-
-
-def _return_own(tensor: Any, *_: Any, **__: Any) -> Any:
-    return tensor
 
 
 @contextmanager

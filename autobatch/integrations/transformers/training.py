@@ -87,7 +87,13 @@ class TrainingStep:
         step.logs.micro_batches.clear()
         self.result = runner.accumulate(batch)
         sizes = self.result.micro_batch_sizes
-        step.metrics.merge(sizes, None if step.ranks == 1 else lambda own: self._exchange(model, own))
+
+        def exchange(own: Any) -> Sequence[Any]:
+            with self._all_or_none(model, "attach(), the metrics") as gathered:
+                gathered.append(own)
+            return gathered
+
+        step.metrics.merge(sizes, None if step.ranks == 1 else exchange)
         step.logs.write(sizes)
         return self.result.loss.to(self._trainer.args.device)
 
@@ -124,7 +130,6 @@ class TrainingStep:
         return self.runner
 
     def _fit(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> Plan:
-        """Make a plan that the dataset's largest samples fit."""
         arguments = self._trainer.args
         largest = collate_largest(self._trainer.callback_handler.train_dataloader)
         if largest is not None:
@@ -218,11 +223,6 @@ class TrainingStep:
         """Block of all ranks; at its end, the list holds what each has appended."""
         return nullcontext([]) if self._step.ranks == 1 else all_or_none(find_ranks(model), call)
 
-    def _exchange(self, model: nn.Module, own: Any) -> Sequence[Any]:
-        with self._all_or_none(model, "attach(), the metrics") as gathered:
-            gathered.append(own)
-        return gathered
-
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def state(self) -> dict[str, Any] | None:
@@ -249,7 +249,6 @@ class TrainingStep:
     # ------------------------------------------------------------------------------------------------------ memory
 
     def device(self) -> Device:
-        """Return the device that the model is on."""
         model = self._trainer.model
         return find_device([*model.parameters()], type(model).__name__, self._options.device)
 

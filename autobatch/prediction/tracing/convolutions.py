@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._prims_common import suggest_memory_format
 
-from autobatch.prediction.cudnn.plans import Convolution
+from autobatch.prediction.cudnn import Convolution
 
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default

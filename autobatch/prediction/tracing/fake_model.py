@@ -49,7 +49,6 @@ class FakeModel:
         self.shards: dict[torch.Tensor, torch.Tensor] = {}  # this rank's parts, by the whole fake parameter
 
     def of(self, tensor: torch.Tensor, kind: Kind = "buffer", module: str = "") -> torch.Tensor:
-        """The fake tensor for a real one, on the fake device."""
         known = self._pairs.get(id(tensor))
         if known is None:
             is_sharded = id(tensor) in self._sharded
@@ -60,7 +59,9 @@ class FakeModel:
         return fake
 
     def _shard(self, whole: torch.Tensor) -> torch.Tensor:
-        part = nn.Parameter(torch.empty(shard_shape(whole.shape, self._world_size), dtype=whole.dtype, device=DEVICE))
+        # Each rank has rows as ``torch.chunk`` divides them, the last ones padded.
+        shape = (-(-whole.shape[0] // self._world_size), *whole.shape[1:]) if whole.dim() else ()
+        part = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device=DEVICE))
         self.shards[whole] = part.requires_grad_(whole.requires_grad)
         return part
 
@@ -142,11 +143,6 @@ class FakeModel:
         return copied
 
 
-def shard_shape(whole: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Shape of each rank's part: rows as ``torch.chunk`` divides them, the last ones padded."""
-    return (-(-whole[0] // world_size), *whole[1:]) if whole else ()
-
-
 def _choose_foreach(optimizer: Any) -> None:
     """Choose ``foreach`` as torch does on a card: ``torch/optim/optimizer.py`` does not know the fake tensors' type."""
     modules = {kind.__module__ for kind in type(optimizer).__mro__} - {torch.optim.Optimizer.__module__}
@@ -192,11 +188,10 @@ def modules_of(model: nn.Module, step: Callable[..., Any]) -> list[tuple[str, nn
 
 
 def _lead_on(value: Any) -> Iterator[Any]:
-    return iter(()) if isinstance(value, nn.Module) else parts_of(value, _attributes)
+    def leads(holder: Any) -> Iterator[Any]:
+        return (part for part in own_attributes(holder) if isinstance(part, _LEADS))
 
-
-def _attributes(value: Any) -> Iterator[Any]:
-    return (part for part in own_attributes(value) if isinstance(part, _LEADS))
+    return iter(()) if isinstance(value, nn.Module) else parts_of(value, leads)
 
 
 class Location:
@@ -222,7 +217,6 @@ class Location:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Follow forward passes within this block."""
         handles = (
             hooks.register_module_forward_pre_hook(self._enter),
             hooks.register_module_forward_hook(self._leave, always_call=True),

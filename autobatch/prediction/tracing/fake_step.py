@@ -15,10 +15,9 @@ import torch
 from autobatch._wrappers import state_of
 from autobatch.batch.tree import map_tensors, tensors_of, with_fresh_containers
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.tracing.fake_device import DEVICE, DeviceNames, original_errors
 from autobatch.prediction.tracing.fake_model import FakeModel
-from autobatch.prediction.tracing.ranks import FullySharded, OneRank, Replicated
+from autobatch.prediction.tracing.ranks import FullySharded, OneRank, Parallelism, Replicated
 from autobatch.prediction.tracing.recording import Recorder, make_fake
 from autobatch.step.default_step import explain_default
 from autobatch.step.losses import Mean, Sum, Term

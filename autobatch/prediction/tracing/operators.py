@@ -82,7 +82,6 @@ class Operators:
         self._known: dict[Any, tuple[type, list[_Spec | None]]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``func(*args, **kwargs)``."""
         kind = _kind_of(func)
         try:
             key = None if kind == "other" else (func, _key_of(args), _key_of([*kwargs.items()]))

@@ -1,4 +1,4 @@
-"""Allocates what a rank of ``DistributedDataParallel`` or ``fully_shard`` holds beside a process without others.
+"""Reads how ranks share a predicted step, and allocates what each of them holds beside a process without others.
 
 Nothing is sent, and what NCCL takes outside the allocator is not counted. The order is that of torch 2.13.
 """
@@ -7,21 +7,84 @@ Nothing is sent, and what NCCL takes outside the allocator is not counted. The o
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autobatch.distributed.data_parallel import SharedBuffers
+from autobatch._arguments import check_choice
+from autobatch._bounds import LONGEST_LIST
+from autobatch._formatting import show_value
+from autobatch.distributed.data_parallel import SharedBuffers, module_of
 from autobatch.distributed.reduction import GradientSlot, Reduction, make_loss
-from autobatch.prediction.parallelism import find_units
+from autobatch.errors import InvalidArgument
+from autobatch.prediction.prediction import Strategy
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder
 from autobatch.undo.gradients import Float32Sums
+
+STRATEGIES = ("ddp", "fsdp2")
+_DEFAULT: Strategy = "ddp"
+
+
+class Parallelism(NamedTuple):
+    """Data parallelism: each rank runs samples of its own."""
+
+    strategy: Strategy
+    world_size: int
+
+
+def read_parallelism(
+    model: nn.Module, world_size: Any | None, data_parallel: Any | None
+) -> tuple[nn.Module, Parallelism | None]:
+    """Read the arguments of ``predict``: the model of one rank, and how ranks share it (``None``: one process)."""
+    inner = module_of(model)
+    if data_parallel is not None:
+        check_choice("data_parallel", data_parallel, STRATEGIES)
+    if world_size is None and isinstance(model, DistributedDataParallel):
+        return inner, Parallelism(data_parallel or _DEFAULT, dist.get_world_size(model.process_group))
+    given: Any = 1 if world_size is None else world_size
+    is_count = isinstance(given, numbers.Integral) and not isinstance(given, bool)
+    if not is_count or not 1 <= (ranks := int(given)) <= LONGEST_LIST:
+        raise InvalidArgument(
+            f"world_size={show_value(given)} must be an int from 1 to {LONGEST_LIST}: it counts ranks"
+        )
+    if ranks == 1 and data_parallel is not None:
+        raise InvalidArgument(
+            f"data_parallel={data_parallel!r} is of several ranks: pass world_size=2 or more, or leave it out"
+        )
+    for name, parameter in inner.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
+            raise InvalidArgument(
+                f"the parameter {name} is sharded (DTensor): predict with the model as it is before fully_shard(), and "
+                f"with world_size= and data_parallel='fsdp2'"
+            )
+    return inner, Parallelism(data_parallel or _DEFAULT, ranks) if ranks > 1 else None
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """Find the modules that one would call ``fully_shard`` with, before the model.
+
+    They are children of a container (``ModuleList``, ``ModuleDict``, ``Sequential``) that are of one class and have
+    modules themselves: a single layer is not a unit. Units do not nest.
+    """
+    children = [*model.children()]
+    blocks = [child for child in children if [*child.children()]] if isinstance(model, _CONTAINERS) else []
+    kinds = [type(block) for block in blocks]
+    units = [block for block in blocks if kinds.count(type(block)) > 1 and next(block.parameters(), None) is not None]
+    others = [child for child in children if not any(child is unit for unit in units)]
+    return units + [unit for child in others for unit in find_units(child)]
+
 
 _BROADCAST_BYTES = 250 * 2**20  # DistributedDataParallel.broadcast_bucket_size
 _IN_FLIGHT = 3  # a third broadcast begins before the first has ended (torch/csrc/distributed/c10d/comm.cpp)
@@ -42,8 +105,6 @@ class OneRank:
 
 
 class _UnsentReduction(Reduction):
-    """The Runner's sum without the collective."""
-
     def _sum_bucket(self, bucket: torch.Tensor) -> None:
         """Send nothing."""
 
@@ -56,7 +117,6 @@ class Replicated(OneRank):
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
-        """Allocate what the constructor of ``DistributedDataParallel`` allocates."""
         self._model, self._recorder = model, recorder
         self._reduction = _UnsentReduction(None, None)  # type: ignore[arg-type] # the channel says who is gone
         _broadcast([*model.parameters(), *model.buffers()])
@@ -131,7 +191,6 @@ class FullySharded(OneRank):
     def __init__(
         self, model: nn.Module, recorder: Recorder, shards: Mapping[torch.Tensor, torch.Tensor], world_size: int
     ) -> None:
-        """Hook into the model's forward and backward passes."""
         self._recorder, self._shards, self._world_size = recorder, shards, world_size
         self._root, *others = _divide(model, shards)
         self._units = [self._root, *others]
@@ -210,7 +269,6 @@ class FullySharded(OneRank):
         return buffer
 
     def _reduce(self, unit: _Unit) -> None:
-        """Reduce the gradients of whole parameters to those of shards, and reshard."""
         unit.phase = "reduced"
         found = [(whole, shard) for whole, shard in unit.pairs if whole.grad is not None]
         gradients = []

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.cudnn.plans import Convolution
+from autobatch.prediction.cudnn import Convolution
 from autobatch.prediction.timeline import Block, Kind, Phase, Stream, TracedStep
 from autobatch.prediction.tracing.convolutions import find_calls
 from autobatch.prediction.tracing.failures import TooLong
@@ -47,11 +47,7 @@ class FakeMode(FakeTensorMode):
 
 
 def make_fake(tensor: torch.Tensor, device: str = DEVICE) -> torch.Tensor:
-    """Make a tensor without memory, laid out as ``.to("cuda")`` does: dense; needs a ``FakeMode``.
-
-    Raises:
-        InvalidArgument: The tensor is not one dense block, such as a sparse one.
-    """
+    """Make a tensor without memory, laid out as ``.to("cuda")`` does: dense; needs a ``FakeMode``."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
         raise InvalidArgument(f"a tensor that is not one block of numbers ({kind}) cannot be traced: dense ones can")
@@ -98,7 +94,6 @@ class BlockLog:
             self._stream = before
 
     def record_kernel(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Log what the operator's kernel takes beside tensors."""
         for call in find_calls(func, args, result) if is_on_device(args[0] if args else None) else ():
             self._borrow(*((copied, "temporary") for copied in call.copied_bytes), (0, "cuDNN workspace"))
             self._convolutions[len(self.sizes) - 1] = call.convolution
@@ -147,11 +142,7 @@ class BlockLog:
 class Recorder(DispatchMode):
     """Records what is allocated and freed on the fake device.
 
-    Args:
-        mode: The active one.
-        module: Returns the name of the running submodule.
-        sole: Holders of a gradient that autograd adds to in place; ``None``: it never does.
-        most_events: A longer trace raises ``TooLong``.
+    ``sole`` are the holders of a gradient that autograd adds to in place; ``None``: it never does.
     """
 
     def __init__(
@@ -169,7 +160,6 @@ class Recorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator on fake tensors and record what it returns."""
         if func is torch.ops.prim.device.default:  # a shortcut, as often as all others together
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -195,7 +185,6 @@ class Recorder(DispatchMode):
         return result
 
     def record(self, result: Any, kind: Kind = "temporary") -> None:
-        """Record the new storages of a result."""
         for tensor in tensors_in((result,)):
             if tensor.layout is not torch.strided:
                 raise InvalidArgument(_IS_SPARSE)
@@ -212,7 +201,6 @@ class Recorder(DispatchMode):
             self._ignores = False
 
     def label(self, tensor: torch.Tensor, kind: Kind, module: str | None = None) -> None:
-        """Set the kind of a living tensor."""
         if is_on_device(tensor):
             self.record(tensor, kind)
             block = self._live[tensor.untyped_storage()._cdata].block

@@ -60,7 +60,6 @@ class _CuDNN(torch.autograd.Function):
     def forward(
         ctx: Any, call: Recurrence, inputs: torch.Tensor, hidden: torch.Tensor, cell: Any, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Results, the last hidden state and, of an LSTM, the last cell."""
         buffer = None
         ctx.dtypes = inputs.dtype, hidden.dtype
         if weights[0].dtype != call.dtype:  # autocast casts all weights into one buffer (autocast_RNN.cpp)

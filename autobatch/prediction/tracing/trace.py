@@ -46,9 +46,7 @@ def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstan
     """Trace what the step allocates and frees at any number of samples.
 
     Two sizes give lines; if they run different operators, more sizes are traced, as long as each takes a few seconds.
-
-    Raises:
-        InvalidArgument: The step cannot run on tensors without values; the message names the step's own line.
+    Raises ``InvalidArgument`` if the step cannot run on tensors without values.
     """
 
     def run(size: int, now: Circumstances = circumstances) -> TracedStep:
@@ -81,7 +79,6 @@ def climb(traced: Sequence[TracedStep], sizes: Sequence[int], run: Callable[[int
 
 
 def find_most_events(traced: Sequence[TracedStep]) -> int:
-    """The most events that one more trace may have."""
     return max(_MOST_EVENTS, 2 * len(traced[0].order))
 
 
@@ -99,11 +96,7 @@ def trace(
     circumstances: Circumstances = _USUAL,
     most_events: int = sys.maxsize,
 ) -> TracedStep:
-    """Run the step on fake tensors with ``samples`` in each micro-batch; errors as ``trace_timeline``.
-
-    Raises:
-        TooLong: The trace has more than ``most_events``.
-    """
+    """Run the step on fake tensors with ``samples`` in each micro-batch; ``TooLong`` after ``most_events``."""
     # Types of the user grow here: their ``take`` may need values of tensors.
     example = layout.grown(samples) if holds_registered(layout.batch) else layout
     homes = {parameter.device for parameter in workload.parameters()}
@@ -116,7 +109,6 @@ def trace(
 
 
 def explain_loss(workload: Workload, layout: Layout) -> str:
-    """Explain what the default step takes for a loss; errors as ``trace_timeline``."""
     example = layout.grown(SIZES[0]) if holds_registered(layout.batch) else layout
     with _on_fake_model(workload, SIZES[0], Circumstances()) as run:
         return run.explain_loss(_on_host(example, SIZES[0]))
@@ -127,7 +119,15 @@ def _on_fake_model(
     workload: Workload, samples: int, circumstances: Circumstances, most_events: int = sys.maxsize
 ) -> Iterator[DryRun]:
     """Put the model on the fake device within this block; errors of the user's step leave it as they were raised."""
-    _check(workload.model)
+    for name, parameter in workload.model.named_parameters():
+        if is_uninitialized(parameter):
+            raise InvalidArgument(f"parameter {name} has no shape yet: run the model once on a sample first")
+    for name, module in workload.model.named_modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise InvalidArgument(
+                f"{name or 'the model'} is wrapped in {type(module).__name__}: predict with the module inside it, as "
+                f"one rank runs it"
+            )
     random_state = RandomState(torch.device("cpu"))
     try:
         modules = modules_of(workload.model, workload.step)
@@ -158,18 +158,6 @@ def _on_fake_model(
         raise
     finally:
         random_state.restore()
-
-
-def _check(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if is_uninitialized(parameter):
-            raise InvalidArgument(f"parameter {name} has no shape yet: run the model once on a sample first")
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise InvalidArgument(
-                f"{name or 'the model'} is wrapped in {type(module).__name__}: predict with the module inside it, as "
-                f"one rank runs it"
-            )
 
 
 @contextmanager

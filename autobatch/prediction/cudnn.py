@@ -1,4 +1,4 @@
-"""Asks cuDNN for the workspace of convolutions; ``answers`` runs this as a script in a child process.
+"""Asks cuDNN for the workspace of convolutions; ``workspaces`` runs this as a script in a child process.
 
 cuDNN 9.8 and later plans for a *described* device, without card and driver ("Deviceless ahead-of-time compilation" in
 its documentation). The questions are those of torch (``aten/src/ATen/native/cudnn/Conv_v8.cpp``) with
@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
@@ -41,7 +41,6 @@ class Convolution(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Number of groups of channels."""
         return self.inputs[1] // self.weight[1]
 
     @property
@@ -55,7 +54,6 @@ class Convolution(NamedTuple):
         return (self.inputs[0], self.weight[0], *sizes)
 
     def byte_counts(self) -> tuple[int, int, int]:
-        """Bytes of input, output and weight."""
         item = _ITEM_BYTES[self.dtype]
         return item * math.prod(self.inputs), item * math.prod(self.outputs), item * math.prod(self.weight)
 
@@ -218,18 +216,12 @@ class Planner:
 
     def find_workspace(self, convolution: Convolution) -> int | None:
         """Bytes of the plan that torch runs; ``None`` if no engine has one."""
-        try:
-            with self._temporaries():
-                return self._find_workspace(convolution)
-        except _CudnnError:
-            return None
-
-    def _find_workspace(self, convolution: Convolution) -> int | None:
-        graph = self._make_graph(convolution)
-        for mode in (_INSTANT, _FALLBACK):
-            for config in self._list_configs(graph, mode):
-                if not self._is_refused(config, convolution) and (found := self._plan(config)) is not None:
-                    return found
+        with suppress(_CudnnError), self._temporaries():
+            graph = self._make_graph(convolution)
+            for mode in (_INSTANT, _FALLBACK):
+                for config in self._list_configs(graph, mode):
+                    if not self._is_refused(config, convolution) and (found := self._plan(config)) is not None:
+                        return found
         return None
 
     def _make_graph(self, convolution: Convolution) -> int:
