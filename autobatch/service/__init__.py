@@ -1,0 +1,1 @@
+"""Keeps a team's plans, runs and predictions in one place: the server, and the records that travel to it."""
