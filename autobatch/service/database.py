@@ -1,0 +1,216 @@
+"""Opens the database, brings its tables up to date, and lets actions read and write: SQLite or PostgreSQL.
+
+On SQLite one thread writes all that waits in one transaction, and answers after its COMMIT. On PostgreSQL each request
+writes in a transaction of its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, Engine, Table, create_engine, event, insert, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
+
+from autobatch.errors import AutobatchError, InvalidArgument
+from autobatch.service.tables import Base
+
+_Answer = TypeVar("_Answer")
+_LONGEST_QUEUE = 2000  # actions that wait for the writer
+_LARGEST_GROUP = 200  # actions of one transaction
+_PATIENCE_S = 10.0  # of a request for its COMMIT
+_ROWS_AT_ONCE = 1000  # of a backup
+
+
+class Busy(Exception):
+    """Too many writes wait."""
+
+
+class Database:
+    """One database. ``write`` returns after COMMIT; ``read`` sees one state."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.is_sqlite = engine.dialect.name == "sqlite"
+        self.insert = sqlite.insert if self.is_sqlite else postgresql.insert
+        self.changes = 0  # grows with each write: streams watch it
+        self._waiting: queue.Queue[tuple[Callable[[Connection], Any], Future[Any]] | None] = queue.Queue(_LONGEST_QUEUE)
+        self._writer = threading.Thread(target=self._write_groups, name="autobatch-writer", daemon=True)
+        if self.is_sqlite:
+            self._writer.start()
+
+    @classmethod
+    def open(cls, url: str, *, migrate: bool = True) -> Database:
+        """Connect, and create or update the tables.
+
+        Raises:
+            InvalidArgument: The URL is not one of SQLite or PostgreSQL.
+            AutobatchError: The database cannot be used.
+        """
+        engine = _make_engine(url)
+        try:
+            if migrate:
+                _migrate(engine)
+            else:
+                engine.connect().close()
+        except (SQLAlchemyError, OSError) as error:
+            engine.dispose()
+            raise AutobatchError(f"the database cannot be used: {describe_fault(error)}") from error
+        return cls(engine)
+
+    def close(self) -> None:
+        if self.is_sqlite:
+            self._waiting.put(None)
+            self._writer.join(_PATIENCE_S)
+        self._engine.dispose()
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        with self._engine.connect() as connection:
+            yield connection
+
+    def write_later(self, action: Callable[[Connection], object]) -> None:
+        """Write what nobody waits for, unless much waits already or the database cannot be used."""
+        if not self.is_sqlite:
+            with suppress(SQLAlchemyError):
+                self.write(action)
+            return
+        with suppress(queue.Full):
+            self._waiting.put_nowait((action, Future()))
+
+    def write(self, action: Callable[[Connection], _Answer]) -> _Answer:
+        """Run an action in a transaction, and return its answer once that is on the disk."""
+        if not self.is_sqlite:
+            with self._engine.begin() as connection:
+                answer = action(connection)
+            self.changes += 1
+            return answer
+        future: Future[_Answer] = Future()
+        try:
+            self._waiting.put((action, future), timeout=_PATIENCE_S)
+            return future.result(_PATIENCE_S)
+        except (queue.Full, TimeoutError) as error:
+            raise Busy from error
+
+    def _write_groups(self) -> None:
+        while (first := self._waiting.get()) is not None:
+            group = [first]
+            while len(group) < _LARGEST_GROUP and not self._waiting.empty():
+                following = self._waiting.get()
+                if following is None:
+                    self._waiting.put(None)
+                    break
+                group.append(following)
+            self._write_group(group)
+
+    def _write_group(self, group: list[tuple[Callable[[Connection], Any], Future[Any]]]) -> None:
+        """Write a group in one transaction. An action that fails is undone alone, a failing disk undoes all."""
+        done: list[tuple[Future[Any], Any, Exception | None]] = []
+        try:
+            with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
+                for action, future in group:
+                    try:
+                        with connection.begin_nested():
+                            done.append((future, action(connection), None))
+                    except OperationalError:
+                        raise
+                    except Exception as error:  # noqa: BLE001 - the request raises it
+                        done.append((future, None, error))
+        except Exception as error:  # noqa: BLE001 - each request raises it
+            done = [(future, None, error) for _, future in group]
+        self.changes += 1
+        for future, answer, failed in done:
+            if failed is None:
+                future.set_result(answer)
+            else:
+                future.set_exception(failed)
+
+    def copy_to(self, other: Database) -> int:
+        """Copy all rows, as they are at one moment, to a database without rows; return how many."""
+        count = 0
+        level = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
+        with self._engine.connect().execution_options(**level) as source, source.begin():
+            for table in Base.metadata.sorted_tables:
+                rows = source.execution_options(yield_per=_ROWS_AT_ONCE).execute(select(table)).mappings()
+                for part in rows.partitions(_ROWS_AT_ONCE):
+                    other.write(partial(_add_rows, table, [dict(row) for row in part]))
+                    count += len(part)
+        return count
+
+
+def _add_rows(table: Table, rows: list[dict[str, Any]], connection: Connection) -> None:
+    connection.execute(insert(table), rows)
+
+
+def describe_fault(error: Exception) -> str:
+    """Return what is wrong with the database in one line, without its address or its statements."""
+    original = getattr(error, "orig", None) or error
+    text = str(original).lower()
+    if getattr(original, "sqlite_errorname", "") == "SQLITE_FULL" or "disk is full" in text or "no space" in text:
+        return "its disk is full"
+    if "readonly" in text or "read-only" in text:
+        return "it is read-only"
+    if isinstance(error, IntegrityError):
+        return "it has such rows already"
+    if isinstance(error, (DBAPIError, OSError)):
+        return " ".join(str(original).split())[:200] if "unable to open" in text else f"{type(original).__name__}"
+    return type(error).__name__
+
+
+def _make_engine(url: str) -> Engine:
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise InvalidArgument(
+            "--database takes sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME, and this is neither"
+        ) from None
+    if parsed.drivername == "postgresql":
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername == "postgresql+psycopg":
+        limits = {"connect_timeout": 5}
+        return create_engine(
+            parsed, pool_size=20, max_overflow=10, pool_timeout=5, pool_pre_ping=True, connect_args=limits
+        )
+    if parsed.drivername not in {"sqlite", "sqlite+pysqlite"} or not parsed.database:
+        raise InvalidArgument(
+            f"--database {parsed.drivername}: take sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
+        )
+    engine = create_engine(parsed, pool_size=30, max_overflow=10, pool_timeout=5)
+    event.listen(engine, "connect", _set_up_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _set_up_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # else Python's module would begin transactions
+    # FULL: a COMMIT is on the disk before its answer goes out, and a power cut loses nothing.
+    for setting in ("busy_timeout=5000", "journal_mode=WAL", "synchronous=FULL"):
+        connection.execute(f"PRAGMA {setting}").close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A transaction that reads first and writes later would fail as locked, whatever the timeout.
+    writes = connection.get_execution_options().get("writes")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _migrate(engine: Engine) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    with engine.connect().execution_options(writes=True) as connection:
+        if engine.dialect.name == "postgresql":  # of several servers that start at once, one migrates
+            connection.exec_driver_sql("SELECT pg_advisory_lock(4217330961)")
+            connection.commit()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+        connection.commit()
