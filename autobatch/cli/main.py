@@ -79,8 +79,19 @@ def _shared(
     """Declare the options of all commands, which ``main`` reads."""
 
 
-def _command(run: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Add a command with the shared options; typer gets its call back, and ``main`` makes it."""
+def _commands_of(group: typer.Typer) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """Return a decorator that adds a command with the shared options to ``group``."""
+
+    def add(run: Callable[..., Answer]) -> Callable[..., Answer]:
+        name = run.__name__.split("_", maxsplit=1)[0]  # create_token is `autobatch serve token create`
+        group.command(name, help=run.__doc__)(_read(run))
+        return run
+
+    return add
+
+
+def _read(run: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:
+    """Return what typer calls: it has the options of ``run`` and the shared ones, and returns the call."""
 
     def read(*, json: bool, verbose: bool, **options: Any) -> Callable[[], Answer]:
         del json, verbose
@@ -89,8 +100,10 @@ def _command(run: Callable[..., Answer]) -> Callable[..., Answer]:
     parameters = [one for of in (run, _shared) for one in inspect.signature(of, eval_str=True).parameters.values()]
     read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     read.__annotations__ = {**run.__annotations__, **_shared.__annotations__}
-    app.command(run.__name__, help=run.__doc__)(read)
-    return run
+    return read
+
+
+_command = _commands_of(app)
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer passes it so
@@ -268,6 +281,97 @@ def forget(
     from autobatch.cli.plans import delete  # noqa: PLC0415
 
     return delete(ids or [], older_than, everything=everything)
+
+
+_serve_app = typer.Typer(help="Run the service of a team, and make its tokens and backups.")
+_token_app = typer.Typer(help="Make, list and revoke the tokens that clients and browsers need.")
+_serve_app.add_typer(_token_app, name="token")
+app.add_typer(_serve_app, name="serve")
+_DATABASE = _option(
+    "--database",
+    "URL",
+    "sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME; default: AUTOBATCH_DATABASE, or a file beside the ledger.",
+)
+_NAME = _option("--name", "NAME", "Name of the token.")
+
+
+@_serve_app.callback(invoke_without_command=True)
+def _serve(
+    context: typer.Context,
+    *,
+    database: Annotated[str | None, _DATABASE] = None,
+    host: Annotated[str, _option("--host", "ADDRESS", "Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, _option("--port", "N", "Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8765,
+    is_open: Annotated[
+        bool, typer.Option("--open", help="Let anyone on this machine read and write without a token.")
+    ] = False,
+    allow_host: Annotated[
+        list[str] | None, _option("--allow-host", "NAME", "A name that browsers and clients call this server by.")
+    ] = None,
+    webhook: Annotated[str | None, _option("--webhook", "URL", "Where alerts are sent to, as JSON.")] = None,
+    rate: Annotated[float, _option("--rate", "N", "Requests a second that one address may make.", min=1)] = 1000.0,
+) -> Callable[[], Answer] | None:
+    """Run the service until Ctrl-C. Needs pip install 'torch-autobatch[serve]'."""
+    if context.invoked_subcommand is not None:
+        if database is not None:
+            raise InvalidArgument(f"pass --database after serve {context.invoked_subcommand}")
+        return None
+    from autobatch.cli.serve import run_server  # noqa: PLC0415 - --help needs none of these
+
+    return partial(
+        run_server, database, host, port, is_open=is_open, allowed=allow_host or [], webhook=webhook, rate=rate
+    )
+
+
+@_commands_of(_token_app)
+def create_token(
+    *,
+    name: Annotated[str, _NAME],
+    role: Annotated[
+        Literal["reader", "writer", "admin"],
+        typer.Option(help="Look; hand in as well; or do all, such as forget plans."),
+    ] = "reader",
+    database: Annotated[str | None, _DATABASE] = None,
+) -> Answer:
+    """Make a token and print it, once."""
+    from autobatch.cli import serve as service  # noqa: PLC0415
+
+    return service.create_token(database, name, role)
+
+
+@_commands_of(_token_app)
+def list_tokens(*, database: Annotated[str | None, _DATABASE] = None) -> Answer:
+    """List the tokens, without their text."""
+    from autobatch.cli import serve as service  # noqa: PLC0415
+
+    return service.list_tokens(database)
+
+
+@_commands_of(_token_app)
+def revoke_token(*, name: Annotated[str, _NAME], database: Annotated[str | None, _DATABASE] = None) -> Answer:
+    """Revoke a token; it is refused from then on."""
+    from autobatch.cli import serve as service  # noqa: PLC0415
+
+    return service.revoke_token(database, name)
+
+
+_FILE = typer.Argument(metavar="FILE", help="A SQLite file.")
+
+
+@_commands_of(_serve_app)
+def backup(*, file: Annotated[str, _FILE], database: Annotated[str | None, _DATABASE] = None) -> Answer:
+    """Copy the database to a new file while the server runs. That file is a database that serve can use."""
+    from autobatch.cli import serve as service  # noqa: PLC0415
+
+    return service.back_up(database, file)
+
+
+@_commands_of(_serve_app)
+def restore(*, file: Annotated[str, _FILE], database: Annotated[str | None, _DATABASE] = None) -> Answer:
+    """Copy a backup to a database that has no rows yet, such as a new one of PostgreSQL."""
+    from autobatch.cli import serve as service  # noqa: PLC0415
+
+    return service.restore(database, file)
 
 
 @contextmanager

@@ -49,7 +49,6 @@ MOST_POINTS = 500  # of a prediction
 MOST_SETBACKS = 100  # of a summary
 MOST_CARDS = 64  # of one process, or of all ranks of a host
 LARGEST_BODY = 4 * 2**20  # bytes of a request
-PLAN_FIELD_LENGTH = 200  # letters of a plan's model, device and version that the service can list
 
 _ONE_LINE = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]*"
 

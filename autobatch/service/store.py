@@ -463,7 +463,7 @@ def _has_part(table: Any, kind: str, part: str) -> ColumnElement[bool]:
     return column.in_(names)
 
 
-def _run_line(row: RowMapping) -> RunLine:
+def _run_line(row: RowMapping | dict[str, Any]) -> RunLine:
     values: dict[str, Any] = dict(row)
     outcome = values.pop("outcome")
     if outcome == "running":

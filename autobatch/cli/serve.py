@@ -1,0 +1,152 @@
+"""Runs the service, and makes its tokens and backups: ``autobatch serve``. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from autobatch._bounds import is_one_line
+from autobatch._formatting import plural
+from autobatch.cli.output import Answer, check_folder, make_table
+from autobatch.errors import AutobatchError, InvalidArgument
+from autobatch.ledger.ledger import find_home
+
+if TYPE_CHECKING:  # the extra may be missing
+    from autobatch.service.database import Database
+    from autobatch.service.state import Service
+
+_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
+
+def run_server(
+    database: str | None, host: str, port: int, *, is_open: bool, allowed: list[str], webhook: str | None, rate: float
+) -> Answer:
+    _check_installed()
+    from autobatch.service.server import serve  # noqa: PLC0415 - an extra
+    from autobatch.service.state import Settings  # noqa: PLC0415 - an extra
+
+    if is_open and host not in _LOOPBACK:
+        raise InvalidArgument(f"--open lets anyone in, so it needs --host 127.0.0.1, and this is {host}")
+    if webhook and not (webhook.startswith(("http://", "https://")) and urlsplit(webhook).netloc):
+        raise InvalidArgument("--webhook takes a URL that begins with http:// or https://")
+    settings = Settings(host, port, is_open, tuple(allowed), webhook, rate)
+
+    def announce(service: Service, address: str) -> None:
+        lines = [f"autobatch: serving on {address}"]
+        if is_open:
+            lines.append("anyone on this machine may read and write (--open)")
+        elif not any(not token.revoked_at for token in service.tokens.list()):
+            lines.append("there is no token yet: autobatch serve token create --name NAME --role admin")
+        print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 - the server answers nobody else
+
+    serve(_find_database(database), settings, announce)
+    return Answer(["autobatch: the server has ended"], {"ended": True})
+
+
+def create_token(database: str | None, name: str, role: str) -> Answer:
+    if not name.strip() or len(name) > 200 or not is_one_line(name):
+        raise InvalidArgument("--name takes one line of at most 200 letters")
+    with _open(database) as opened:
+        from autobatch.service.auth import Tokens  # noqa: PLC0415 - an extra
+
+        text = Tokens(opened).create(name, role)
+    lines = [text, "keep it: it is not shown a second time; clients take it from AUTOBATCH_TOKEN"]
+    return Answer(lines, {"name": name, "role": role, "token": text})
+
+
+def list_tokens(database: str | None) -> Answer:
+    with _open(database) as opened:
+        from autobatch.service.auth import Tokens  # noqa: PLC0415 - an extra
+
+        tokens = Tokens(opened).list()
+    data = [token.model_dump(exclude={"hash"}) for token in tokens]
+    if not tokens:
+        return Answer(["there is no token; autobatch serve token create --name NAME --role reader makes one"], data)
+    rows = [
+        (
+            token.name,
+            token.role,
+            _date(token.made_at),
+            _date(token.used_at),
+            f"revoked {_date(token.revoked_at)}" if token.revoked_at else "valid",
+        )
+        for token in tokens
+    ]
+    return Answer([make_table(rows, ("name", "role", "made", "last used", "state"))], data)
+
+
+def revoke_token(database: str | None, name: str) -> Answer:
+    with _open(database) as opened:
+        from autobatch.service.auth import Tokens  # noqa: PLC0415 - an extra
+
+        Tokens(opened).revoke(name)
+    return Answer([f"the token {name} is revoked"], {"revoked": name})
+
+
+def back_up(database: str | None, file: str) -> Answer:
+    """Copy all rows to a new SQLite file, while the server runs."""
+    check_folder("FILE", file)
+    if Path(file).exists():
+        raise InvalidArgument(f"{file} exists already: name a new file")
+    with _open(database) as opened, _open(f"sqlite:///{Path(file).absolute()}") as copy:
+        count = opened.copy_to(copy)
+    return Answer([f"{plural(count, 'row')} written to {file}"], {"rows": count, "file": str(Path(file).absolute())})
+
+
+def restore(database: str | None, file: str) -> Answer:
+    """Copy all rows of a backup to a database that has none."""
+    if not Path(file).is_file():
+        raise InvalidArgument(f"no file {file}")
+    with _open(f"sqlite:///{Path(file).absolute()}") as copy, _open(database) as opened:
+        count = copy.copy_to(opened)
+    return Answer([f"{plural(count, 'row')} restored"], {"rows": count})
+
+
+def _date(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment)) if moment else "never"
+
+
+@contextmanager
+def _open(database: str | None) -> Iterator[Database]:
+    _check_installed()
+    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - an extra
+
+    from autobatch.service.database import Database, describe_fault  # noqa: PLC0415 - an extra
+
+    opened = Database.open(_find_database(database))
+    try:
+        yield opened
+    except SQLAlchemyError as error:
+        raise AutobatchError(f"the database cannot be used: {describe_fault(error)}") from error
+    finally:
+        opened.close()
+
+
+def _find_database(database: str | None) -> str:
+    """Return the database's URL; default: one SQLite file in the folder of the ledger."""
+    url = database or os.environ.get("AUTOBATCH_DATABASE", "").strip()
+    if url:
+        return url
+    home = find_home()
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return f"sqlite:///{home / 'service.db'}"
+
+
+def _check_installed() -> None:
+    try:
+        import alembic  # noqa: F401, PLC0415
+        import fastapi
+        import prometheus_client
+        import psycopg
+        import sqlalchemy
+        import uvicorn
+    except ImportError as error:
+        raise AutobatchError(
+            f"the service needs more packages ({error.name} is missing): pip install 'torch-autobatch[serve]'"
+        ) from None

@@ -1,0 +1,114 @@
+"""Looks for runs that need somebody's eye, and sends one message for each of them to a webhook."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from autobatch._formatting import format_bytes, plural
+from autobatch.service.answers import Alert, RunLine
+from autobatch.service.database import Busy
+from autobatch.service.store import Store
+
+NEAR = 0.97  # of the limit
+_SMALL_S = 600.0
+_RATE_WINDOW_S = 600.0
+_MOST_RETRIES = 5  # in a window, if that is also more than one step in twenty
+_MOST_RETRIES_SHARE = 0.05
+_LOOK_EVERY_S = 10.0
+WATCHED_S = 3600.0  # a run that nobody heard of for so long is no news
+_RESEND_S = 24 * 3600.0
+_TIMEOUT_S = 5.0
+
+logger = logging.getLogger("autobatch")
+
+
+class Alerts:
+    """Checks the live runs every ten seconds. Each run gives at most one alert of each kind."""
+
+    def __init__(self, store: Store, webhook: str | None) -> None:
+        self._store, self._webhook = store, webhook
+        self._totals: dict[str, deque[tuple[float, int, int]]] = {}  # time, steps and retries of each run
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="autobatch-alerts", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join(_TIMEOUT_S + 1)
+
+    def _watch(self) -> None:
+        while not self._ending.wait(_LOOK_EVERY_S):
+            with suppress(SQLAlchemyError, Busy):  # the requests report it
+                self.check()
+
+    def check(self) -> None:
+        """Note what is new, and send what was not sent yet."""
+        now = time.time()
+        runs = self._store.live_runs(now - WATCHED_S)
+        small_since = self._store.small_since([run.id for run in runs])
+        self._totals = {run.id: self._totals.get(run.id, deque()) for run in runs}
+        for run in runs:
+            for kind, text in self._find(run, small_since.get(run.id, 0.0), now):
+                self._store.add_alert(run.id, kind, f"{run.model or 'a run'} on {run.host} ({run.id}): {text}")
+        if self._webhook:
+            for alert in self._store.alerts(unsent_since=now - _RESEND_S):
+                if self._ending.is_set() or self._send(alert.text, alert):
+                    break  # the webhook is away: the next look tries again
+                self._store.alert_sent(alert)
+
+    def _find(self, run: RunLine, small_since: float, now: float) -> Iterator[tuple[str, str]]:
+        if run.state == "silent":
+            yield "silent", f"no summary for {round((now - run.seen_at) / 60)} minutes"
+            return
+        if run.fill >= NEAR:
+            peak, limit = format_bytes(run.last_bytes), format_bytes(run.limit_bytes)
+            yield "near limit", f"the last peak was {peak} of a limit of {limit}"
+        if small_since and now - small_since >= _SMALL_S:
+            sizes = f"{run.micro_batch_size} samples in a micro-batch instead of {run.first_size}"
+            yield "small", f"{sizes} for {round((now - small_since) / 60)} minutes"
+        window = self._totals[run.id]
+        window.append((now, run.steps, run.retries))
+        while now - window[0][0] > _RATE_WINDOW_S:
+            window.popleft()
+        _, steps, retries = window[0]
+        more, steps = run.retries - retries, run.steps - steps
+        if more >= _MOST_RETRIES and more > _MOST_RETRIES_SHARE * steps:
+            yield "retries", f"{plural(more, 'retry', 'retries')} in {plural(steps, 'step')} within ten minutes"
+
+    def test(self) -> str:
+        """Send a test; return why it failed, or nothing."""
+        if not self._webhook:
+            return "the server has no webhook: start it with --webhook URL"
+        return self._send("autobatch: this is a test of the webhook", None)
+
+    def _send(self, text: str, alert: Alert | None) -> str:
+        """Send a message to the webhook, whose JSON Slack and Mattermost also read; return why it failed."""
+        content = {"text": text, "kind": alert.kind if alert else "test", "run": alert.run_id if alert else ""}
+        request = urllib.request.Request(  # noqa: S310 - the command line takes http and https only
+            self._webhook or "", json.dumps(content).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S):  # noqa: S310 - the same
+                return ""
+        except urllib.error.HTTPError as error:
+            error.close()
+            failed = f"the webhook answered {error.code}"
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            failed = f"the webhook cannot be reached: {' '.join(str(reason).split())[:200]}"
+        logger.warning("%s", failed)
+        return failed

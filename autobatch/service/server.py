@@ -1,0 +1,157 @@
+"""Puts the service together, and runs it until Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from autobatch._bounds import is_one_line
+from autobatch._version import __version__
+from autobatch.errors import AutobatchError
+from autobatch.service.alerts import NEAR, WATCHED_S
+from autobatch.service.api import Reader, This, router
+from autobatch.service.database import Busy, Database, describe_fault
+from autobatch.service.shield import Shield, problem
+from autobatch.service.state import Service, Settings
+from autobatch.service.store import NotFound
+
+_LONGEST_DETAIL = 300
+_END_WITHIN_S = 5
+_MOST_CONNECTIONS = 5000
+
+logger = logging.getLogger("autobatch")
+
+
+def make_app(service: Service) -> FastAPI:
+    """Return the application of a service."""
+
+    @asynccontextmanager
+    async def live(_app: FastAPI) -> AsyncIterator[None]:
+        service.alerts.start()
+        yield
+        service.alerts.stop()
+
+    app = FastAPI(
+        title="autobatch", version=__version__, lifespan=live, openapi_url=None, docs_url=None, redoc_url=None
+    )
+    app.state.service = service
+    app.include_router(router)
+    app.get("/healthz", include_in_schema=False)(_check_health)
+    app.get("/metrics", include_in_schema=False)(_show_metrics)
+    handlers: dict[Any, Callable[..., Any]] = {
+        StarletteHTTPException: _refuse,
+        RequestValidationError: _refuse_record,
+        NotFound: _not_found,
+        Busy: _not_available,
+        SQLAlchemyError: _not_available,
+        Exception: _fail,
+    }
+    for error, handler in handlers.items():
+        app.add_exception_handler(error, handler)
+    app.add_middleware(Shield, hosts=service.settings.allowed_hosts, limit=service.limit, metrics=service.metrics)
+    return app
+
+
+def _check_health(service: This) -> dict[str, str]:
+    with service.database.read() as connection:
+        connection.exec_driver_sql("SELECT 1")
+    return {"status": "ok"}
+
+
+def _show_metrics(service: This, _: Reader) -> Response:
+    return Response(service.metrics.render(service.store, time.time() - WATCHED_S, NEAR), media_type="text/plain")
+
+
+async def _refuse(_: Request, error: HTTPException) -> Response:
+    return problem(error.status_code, str(error.detail), dict(error.headers or {}))
+
+
+async def _refuse_record(_: Request, error: RequestValidationError) -> Response:
+    first = error.errors()[0]
+    detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return problem(422, (detail if is_one_line(detail) else ascii(detail))[:_LONGEST_DETAIL])
+
+
+async def _not_found(_: Request, error: NotFound) -> Response:
+    return problem(404, str(error))
+
+
+async def _not_available(request: Request, error: Exception) -> Response:
+    if isinstance(error, (DataError, IntegrityError, ProgrammingError)):  # a bound is missing: not the database's fault
+        return await _fail(request, error)
+    if isinstance(error, Busy):
+        return problem(503, "too many records wait to be written", {"Retry-After": "2"})
+    logger.error("the database cannot be used: %s", describe_fault(error))
+    return problem(503, f"the database cannot be used: {describe_fault(error)}", {"Retry-After": "5"})
+
+
+async def _fail(_: Request, error: Exception) -> Response:
+    logger.error("a request failed", exc_info=error)
+    return problem(500, "the server has a fault; its log has more")
+
+
+class _Server(uvicorn.Server):
+    """Ends open streams before uvicorn waits for their connections."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.closing.set()
+        await super().shutdown(sockets)
+
+
+def make_server(service: Service) -> uvicorn.Server:
+    """Return a server that is ready to run."""
+    settings = service.settings
+    config = uvicorn.Config(
+        make_app(service),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_graceful_shutdown=_END_WITHIN_S,
+    )
+    return _Server(config, service)
+
+
+def serve(database_url: str, settings: Settings, announce: Callable[[Service, str], None]) -> None:
+    """Run the service until Ctrl-C; ``announce`` gets its address before the first request.
+
+    Raises:
+        AutobatchError: The database or the port cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise AutobatchError(f"cannot listen on {settings.host} port {settings.port}: {error}") from error
+    database = None
+    try:
+        database = Database.open(database_url)
+        service = Service(settings, database)
+        host = f"[{settings.host}]" if family == socket.AF_INET6 else settings.host
+        announce(service, f"http://{host}:{listener.getsockname()[1]}")
+        make_server(service).run(sockets=[listener])
+    finally:
+        listener.close()
+        if database is not None:
+            database.close()
