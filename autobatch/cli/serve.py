@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import time
@@ -139,14 +140,6 @@ def _find_database(database: str | None) -> str:
 
 
 def _check_installed() -> None:
-    try:
-        import alembic  # noqa: F401, PLC0415
-        import fastapi
-        import prometheus_client
-        import psycopg
-        import sqlalchemy
-        import uvicorn
-    except ImportError as error:
-        raise AutobatchError(
-            f"the service needs more packages ({error.name} is missing): pip install 'torch-autobatch[serve]'"
-        ) from None
+    for name in ("alembic", "fastapi", "prometheus_client", "psycopg", "sqlalchemy", "uvicorn"):
+        if importlib.util.find_spec(name) is None:
+            raise AutobatchError(f"the service needs {name} and more: pip install 'torch-autobatch[serve]'")

@@ -25,6 +25,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, Operationa
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.service.tables import Base
 
+_COUNTED = {"preserve_rowcount": True}  # of inserts too: 0 if there was such a row
 _Answer = TypeVar("_Answer")
 _LONGEST_QUEUE = 2000  # actions that wait for the writer
 _LARGEST_GROUP = 200  # actions of one transaction
@@ -179,13 +180,19 @@ def _make_engine(url: str) -> Engine:
     if parsed.drivername == "postgresql+psycopg":
         limits = {"connect_timeout": 5}
         return create_engine(
-            parsed, pool_size=20, max_overflow=10, pool_timeout=5, pool_pre_ping=True, connect_args=limits
+            parsed,
+            pool_size=20,
+            max_overflow=10,
+            pool_timeout=5,
+            pool_pre_ping=True,
+            connect_args=limits,
+            execution_options=_COUNTED,
         )
     if parsed.drivername not in {"sqlite", "sqlite+pysqlite"} or not parsed.database:
         raise InvalidArgument(
             f"--database {parsed.drivername}: take sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
         )
-    engine = create_engine(parsed, pool_size=30, max_overflow=10, pool_timeout=5)
+    engine = create_engine(parsed, pool_size=30, max_overflow=10, pool_timeout=5, execution_options=_COUNTED)
     event.listen(engine, "connect", _set_up_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine

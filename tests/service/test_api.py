@@ -1,0 +1,202 @@
+"""What clients hand in and readers get, on both databases."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from services import FINGERPRINT, GIB, make_card, make_plan_in, make_prediction, make_run_in, make_summary
+
+from autobatch.plan import Plan
+
+
+def post(client, path, record, status=201):
+    """Hand in a record, and return the answer."""
+    answer = client.post(f"/api/v1{path}", json=record)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def get(client, path, status=200, **query):
+    """Ask for something."""
+    answer = client.get(f"/api/v1{path}", params=query)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_a_plan_comes_back_as_it_was_and_once(client):
+    """Handed in twice it is stored once; the plan is equal to the one that was handed in."""
+    sent = make_plan_in()
+    assert post(client, "/plans", sent) == {"id": "a1", "new": True}
+    assert post(client, "/plans", sent | {"host": "other"}) == {"id": "a1", "new": False}
+    found = get(client, "/plans/a1")
+    assert Plan.model_validate(found["plan"]) == Plan.model_validate(sent["plan"])
+    assert found["host"] == "node1"
+    assert [line["id"] for line in get(client, "/plans")["plans"]] == ["a1"]
+
+
+def test_lists_are_paged_and_filtered(client):
+    """The newest first, each plan on one page; filters take a part of a name in any case."""
+    for index in range(7):
+        model = "Tiny_Net" if index % 2 else "Gpt%"
+        post(client, "/plans", make_plan_in(f"a{index}", made_at=1.7e9 + index // 2, model=model, host=f"n{index}"))
+    seen, after = [], None
+    while True:
+        page = get(client, "/plans", limit=3, **({"after": after} if after else {}))
+        seen += [line["id"] for line in page["plans"]]
+        if (after := page["next"]) is None:
+            break
+    assert seen == ["a6", "a5", "a4", "a3", "a2", "a1", "a0"]
+    assert len(get(client, "/plans", model="tiny_")["plans"]) == 3
+    assert len(get(client, "/plans", model="%")["plans"]) == 4
+    assert len(get(client, "/plans", device="l4", model="gpt", host="n2")["plans"]) == 1
+    assert get(client, "/plans", model="nothing")["plans"] == []
+
+
+def test_recall_gives_the_newest_of_a_fingerprint_and_rank(client):
+    """Only equal fingerprints, and at most ten."""
+    for index in range(12):
+        post(client, "/plans", make_plan_in(f"a{index:02}", made_at=1.7e9 + index))
+    post(client, "/plans", make_plan_in("b", fingerprint="1" * 32))
+    found = post(client, "/recall", {"fingerprint": FINGERPRINT}, 200)["plans"]
+    assert [plan["id"] for plan in found] == [f"a{index:02}" for index in range(11, 1, -1)]
+    assert post(client, "/recall", {"fingerprint": FINGERPRINT, "rank": 1}, 200)["plans"] == []
+
+
+def test_a_run_from_its_beginning_to_its_end(client):
+    """Totals are those of the last summary by number, peaks the highest; a late or second one changes nothing."""
+    assert post(client, "/runs", make_run_in())["new"]
+    assert not post(client, "/runs", make_run_in(host="other"))["new"]
+    assert post(client, "/runs/r1/summaries", make_summary(0, held_bytes=19 * GIB))["new"]
+    setback = {"step": 15, "kind": "retry", "old_size": 43, "new_size": 21, "reason": "OutOfMemoryError"}
+    second = make_summary(2, retries=1, micro_batch_size=21, setbacks=[setback])
+    assert post(client, "/runs/r1/summaries", second)["new"]
+    assert post(client, "/runs/r1/summaries", make_summary(1))["new"]
+    assert not post(client, "/runs/r1/summaries", make_summary(2, steps=1000))["new"]
+    found = get(client, "/runs/r1")
+    run = found["run"]
+    assert (run["state"], run["steps"], run["retries"], run["micro_batch_size"]) == ("live", 30, 1, 21)
+    assert (run["peak_bytes"], run["last_bytes"]) == (19 * GIB, 18 * GIB)
+    assert [one["number"] for one in found["summaries"]] == [0, 1, 2]
+    assert found["summaries"][2]["setbacks"] == [setback]
+    assert [one["id"] for one in get(client, "/runs", state="live")["runs"]] == ["r1"]
+    assert post(client, "/runs/r1/end", {"at": time.time(), "outcome": "failed", "reason": "killed"})["new"]
+    assert not post(client, "/runs/r1/end", {"at": time.time(), "outcome": "finished"})["new"]
+    assert get(client, "/runs", state="live")["runs"] == []
+    assert get(client, "/runs", state="ended", model="net", host="node1", plan_id="a1")["runs"][0]["state"] == "failed"
+    post(client, "/runs/nothing/summaries", make_summary(), 404)
+    post(client, "/runs/nothing/end", {"at": time.time(), "outcome": "finished"}, 404)
+    post(client, "/runs/r1/end", {"at": time.time(), "outcome": "running"}, 422)
+
+
+def test_cards_and_who_is_on_them(client):
+    """By the runs' own reports: the newest reading of a card, and the runs that live on it."""
+    post(client, "/runs", make_run_in("r1"))
+    post(client, "/runs", make_run_in("r2", user="bob", cards=[make_card(uuid="GPU-2"), make_card()]))
+    post(client, "/runs/r2/summaries", make_summary(cards=[make_card(free_bytes=GIB)]))
+    post(client, "/runs", make_run_in("old", started_at=time.time() - 7200, cards=[make_card(uuid="GPU-3")]))
+    first, second = get(client, "/cards")["cards"]
+    assert (first["reading"]["uuid"], first["reading"]["free_bytes"]) == ("GPU-1", GIB)
+    assert {run["user"] for run in first["runs"]} == {"ada", "bob"}
+    assert [run["run_id"] for run in second["runs"]] == ["r2"]
+
+
+def test_forgetting_takes_the_runs_along(client):
+    """And only those of the plan."""
+    for name in ("a1", "a2"):
+        post(client, "/plans", make_plan_in(name))
+        post(client, "/runs", make_run_in(f"run-of-{name}", plan_id=name))
+        post(client, f"/runs/run-of-{name}/summaries", make_summary())
+    answer = client.delete("/api/v1/plans/a1")
+    assert (answer.status_code, answer.json()) == (200, {"runs": 1})
+    assert client.delete("/api/v1/plans/a1").status_code == 404
+    get(client, "/runs/run-of-a1", 404)
+    get(client, "/runs/run-of-a2")
+
+
+def test_two_plans_compared(client):
+    """As autobatch diff has it."""
+    post(client, "/plans", make_plan_in("a1"))
+    post(client, "/plans", make_plan_in("a2", size=21))
+    found = get(client, "/plans/compare", first="a1", second="a2")
+    assert found["same_workload"] is True
+    assert {"field": "micro_batch_size", "a": 43, "b": 20} in found["fields"]
+    get(client, "/plans/compare", 404, first="a1", second="nothing")
+
+
+def test_predicted_beside_measured(client):
+    """Joined by step and card: a plan's trials and a run's peaks, the highest of each size."""
+    post(client, "/predictions", make_prediction("old", made_at=1.6e9, points=[{"size": 43, "reserved_bytes": GIB}]))
+    post(client, "/predictions", make_prediction())
+    post(client, "/predictions", make_prediction("elsewhere", card="A100-80GB", card_names=[]))
+    post(client, "/predictions", make_prediction("other", step="0" * 16))
+    post(client, "/plans", make_plan_in())  # its trials are what was predicted
+    post(client, "/runs", make_run_in())
+    post(client, "/runs/r1/summaries", make_summary(held_bytes=20 * GIB))
+    found = get(client, "/predictions/errors")
+    assert found["total"]["compared"] == 3
+    assert found["total"]["under"] == 1
+    assert found["total"]["median_error"] == 0
+    worst = found["comparisons"][0]
+    assert (worst["prediction_id"], worst["size"], worst["measured_bytes"]) == ("p1", 43, 20 * GIB)
+    assert found["total"]["worst_error"] == pytest.approx(worst["predicted_bytes"] / (20 * GIB) - 1)
+    assert [(one["model"], one["card"]) for one in found["groups"]] == [("Net", "L4")]
+    assert [one["id"] for one in get(client, "/predictions", limit=2, model="net")["predictions"]] == ["p1", "other"]
+
+
+def test_after_a_retry_a_run_measures_nothing(client):
+    """What the allocator held for the larger size is not what the smaller one needs."""
+    post(client, "/predictions", make_prediction())
+    post(client, "/runs", make_run_in())
+    post(client, "/runs/r1/summaries", make_summary(retries=1, micro_batch_size=21, held_bytes=20 * GIB))
+    assert get(client, "/predictions/errors")["total"]["compared"] == 0
+
+
+def test_the_gate_uses_the_teams_own_errors(client):
+    """Without comparisons the prediction's margin; with enough of them the worst that was under."""
+    question = {"prediction": make_prediction(), "limit_bytes": 20 * GIB}
+    answer = post(client, "/gate", question, 200)
+    assert (answer["fits"], answer["margin"]) == (True, 0.1)
+    largest = answer["micro_batch_size"]
+    assert (GIB * 1.5 + largest * GIB * 0.4) * 1.1 <= 20 * GIB < (GIB * 1.5 + (largest + 1) * GIB * 0.4) * 1.1
+    assert answer["accumulation_steps"] == -(-256 // largest)
+    for index in range(5):
+        step = f"{index:016}"
+        post(client, "/predictions", make_prediction(f"p{index}", step=step))
+        post(client, "/runs", make_run_in(f"r{index}", step=step))
+        measured = round((GIB + 43 * GIB * 2 // 5) * (1.2 if index == 3 else 0.99))
+        post(client, f"/runs/r{index}/summaries", make_summary(held_bytes=measured))
+    stricter = post(client, "/gate", question, 200)
+    assert stricter["margin"] == pytest.approx(0.21)
+    assert stricter["errors"]["compared"] == 5
+    assert stricter["errors"]["under"] == 1
+    assert stricter["micro_batch_size"] < largest
+    assert "Net on L4" in stricter["margin_reason"]
+
+
+def test_the_gate_says_what_would_help(client):
+    """Where not even one sample fits: the remedies, the most saved first."""
+    remedies = [
+        {"name": "bf16", "effect": "lower precision", "saved_bytes": GIB, "micro_batch_size": 4},
+        {"name": "checkpointing", "effect": "more time", "saved_bytes": 2 * GIB, "micro_batch_size": 9},
+        {"name": "fused", "saved_bytes": -5},
+    ]
+    question = {"prediction": make_prediction(remedies=remedies), "limit_bytes": GIB}
+    answer = post(client, "/gate", question, 200)
+    assert (answer["fits"], answer["micro_batch_size"], answer["accumulation_steps"]) == (False, 0, 0)
+    assert [text.split()[0] for text in answer["advice"]] == ["1", "checkpointing", "bf16"]
+    assert (
+        "a card with at least" in post(client, "/gate", question | {"prediction": make_prediction()}, 200)["advice"][1]
+    )
+
+
+def test_health_and_metrics(client, client_of):
+    """The probe needs no token, the metrics do."""
+    assert client_of().get("/healthz").json() == {"status": "ok"}
+    assert client_of().get("/metrics").status_code == 401
+    post(client, "/runs", make_run_in())
+    post(client, "/runs/r1/summaries", make_summary(held_bytes=20 * GIB))
+    text = client.get("/metrics").text
+    assert 'autobatch_runs{state="live"} 1.0' in text
+    assert "autobatch_runs_near_limit 1.0" in text
+    assert 'path="/api/v1/runs/{run_id}/summaries",status="201"} 1.0' in text
