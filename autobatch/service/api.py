@@ -60,7 +60,7 @@ RunId = Annotated[Id, Path(description="Id of a run.")]
 Limit = Annotated[int, Query(ge=1, le=500, description="Most entries of the page.")]
 After = Annotated[
     str | None,
-    Query(pattern=r"^[0-9]{1,12}(\.[0-9]{1,20})?(e-[0-9]{1,2})?_[A-Za-z0-9_-]{1,64}$", description="``next`` before."),
+    Query(pattern=r"^[0-9]{1,12}(\.[0-9]{1,20})?(e-[0-9]{1,3})?_[A-Za-z0-9_-]{1,64}$", description="``next`` before."),
 ]
 NamePart = Annotated[Name, Query(description="A part of the name, in any case.")]
 _bearer = HTTPBearer(auto_error=False, description="A token of ``autobatch serve token create``.")

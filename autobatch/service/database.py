@@ -120,12 +120,14 @@ class Database:
         try:
             with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
                 for action, future in group:
+                    undoable = connection.begin_nested()
                     try:
-                        with connection.begin_nested():
-                            done.append((future, action(connection), None))
-                    except OperationalError:
+                        done.append((future, action(connection), None))
+                        undoable.commit()
+                    except OperationalError:  # a full disk: SQLite has undone the whole transaction already
                         raise
                     except Exception as error:  # noqa: BLE001 - the request raises it
+                        undoable.rollback()
                         done.append((future, None, error))
         except Exception as error:  # noqa: BLE001 - each request raises it
             done = [(future, None, error) for _, future in group]
@@ -142,10 +144,10 @@ class Database:
         level = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
         with self._engine.connect().execution_options(**level) as source, source.begin():
             for table in Base.metadata.sorted_tables:
-                rows = source.execution_options(yield_per=_ROWS_AT_ONCE).execute(select(table)).mappings()
-                for part in rows.partitions(_ROWS_AT_ONCE):
-                    other.write(partial(_add_rows, table, [dict(row) for row in part]))
-                    count += len(part)
+                with source.execution_options(yield_per=_ROWS_AT_ONCE).execute(select(table)) as rows:
+                    for part in rows.mappings().partitions(_ROWS_AT_ONCE):
+                        other.write(partial(_add_rows, table, [dict(row) for row in part]))
+                        count += len(part)
         return count
 
 
@@ -216,8 +218,7 @@ def _migrate(engine: Engine) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     with engine.connect().execution_options(writes=True) as connection:
         if engine.dialect.name == "postgresql":  # of several servers that start at once, one migrates
-            connection.exec_driver_sql("SELECT pg_advisory_lock(4217330961)")
-            connection.commit()
+            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(4217330961)")
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
         connection.commit()

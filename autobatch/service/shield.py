@@ -78,9 +78,9 @@ class Shield:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status, received = time.perf_counter(), 500, 0
+        began, status, received, is_refused = time.perf_counter(), 500, 0, False
 
-        async def send_safely(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -88,6 +88,14 @@ class Shield:
                 added = [(name, value) for name, value in _HEADERS.items() if name not in present]
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
+
+        async def send_safely(message: Message) -> None:
+            nonlocal is_refused
+            if received <= LARGEST_BODY:
+                await send_with_headers(message)
+            elif not is_refused:  # FastAPI has taken it for a body that cannot be parsed
+                is_refused = True
+                await problem(413, _too_large())(scope, receive, send_with_headers)
 
         async def receive_within_limit() -> Message:
             nonlocal received
@@ -101,7 +109,8 @@ class Shield:
             refused = self._refuse(HTTPConnection(scope), scope["method"])
             await (refused or self._app)(scope, receive_within_limit, send_safely)
         except _TooLargeError:
-            await problem(413, _too_large())(scope, receive, send_safely)
+            if not is_refused:
+                await problem(413, _too_large())(scope, receive, send_with_headers)
         finally:
             route = scope.get("route")
             self._metrics.count(scope["method"], getattr(route, "path", "other"), status, time.perf_counter() - began)
