@@ -23,6 +23,7 @@ OLDEST_VENV ?= .venv-oldest
 PYTHONS ?= 3.10 3.12 3.13
 DOCS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-docs)
 RAY_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-ray)
+SERVE_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-serve)
 INTEGRATIONS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-integrations)
 
 # OpenMP threads that spin while they wait take the cores from those that work, wherever something else runs beside.
@@ -32,7 +33,7 @@ export OMP_WAIT_POLICY ?= passive
 export PIP_NO_COMPILE := no
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench accuracy docs test quick test-engines test-integrations test-gpu test-cuda test-oldest test-pythons proof bugs lint check clean
+.PHONY: help install demo serve bench accuracy docs test quick test-engines test-integrations test-service test-gpu test-cuda test-oldest test-pythons proof bugs lint check clean
 
 help: ## say what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -43,7 +44,7 @@ install: $(INSTALLED) ## make .venv with the tested versions of everything; a se
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || "$(PYTHON)" -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --constraint constraints.txt torch
-	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[dev,examples,watch]"
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[dev,examples,watch,serve]"
 	touch $@
 
 # By itself: nothing but the benchmarks needs those that they compare with.
@@ -60,6 +61,11 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 # By itself: Ray and what it brings along are 0.5 GB, which nothing else needs.
 $(VENV)/.installed-ray: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[ray]"
+	touch $@
+
+# By itself: a browser's driver, and requests that nobody thought of.
+$(VENV)/.installed-serve: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[serve,serve-tests]"
 	touch $@
 
 # By itself: nothing else needs the libraries that fine-tune.
@@ -83,7 +89,7 @@ docs: $(DOCS_INSTALLED) ## build the site in site/, with no network; a warning i
 # A file's tests stay in one process: they share what is dear to make. A third process works while ranks and programs
 # that the tests of others have started wait for each other.
 test: $(INSTALLED) ## run the tests on two cores and in random order, six minutes; SEED=1234 repeats one
-	"$(PYTHON_ENV)" -m pytest --numprocesses 3 --dist loadfile --durations 40 --ignore tests/engines --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
+	"$(PYTHON_ENV)" -m pytest --numprocesses 3 --dist loadfile --durations 40 --ignore tests/engines --ignore tests/integrations --ignore tests/service $(if $(SEED),--randomly-seed=$(SEED))
 
 # Only the files in which something is marked are imported: half of the time is saved.
 quick: $(INSTALLED) ## run the tests marked quick: under a minute, some of every package; SEED=1234 repeats an order
@@ -95,6 +101,12 @@ test-engines: $(INTEGRATIONS_INSTALLED) $(if $(PROOF),$(RAY_INSTALLED)) ## train
 
 test-integrations: $(INTEGRATIONS_INSTALLED) ## train in the Trainers of Hugging Face, TRL, sentence-transformers and Lightning
 	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
+
+test-service: $(SERVE_INSTALLED) ## test the service on SQLite and on a real PostgreSQL, in a browser where there is one; with PROOF=1 under load and kills too
+	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile tests/service $(if $(SEED),--randomly-seed=$(SEED))
+
+serve: $(INSTALLED) ## show the service with a few runs in it, until Ctrl-C
+	PYTHONPATH=. "$(PYTHON_ENV)" examples/team.py
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	"$(PYTHON_ENV)" -m pytest -m gpu tests/gpu $(if $(SEED),--randomly-seed=$(SEED))
@@ -117,15 +129,15 @@ test-cuda: $(CUDA_VENV)/card/libcard.so ## run the tests of CUDA code on a card 
 	tests/card/run $(CUDA_VENV) python -m pytest --numprocesses 2 --timeout 900 tests/gpu tests/card $(if $(SEED),--randomly-seed=$(SEED))
 
 # Those of cards and frameworks are left out: their code is that of the other tests.
-MOST_TESTS := --numprocesses 2 --dist loadfile --ignore tests/engines --ignore tests/integrations --ignore tests/gpu --ignore tests/card
-OLDEST_SAMPLE := --numprocesses 2 --dist loadfile tests/training tests/undo tests/memory tests/batch tests/step tests/fitting
+MOST_TESTS := --numprocesses 2 --dist loadfile --ignore tests/engines --ignore tests/integrations --ignore tests/service --ignore tests/gpu --ignore tests/card
+OLDEST_SAMPLE := --numprocesses 2 --dist loadfile tests/training tests/undo tests/memory tests/batch tests/step tests/fitting tests/service/test_api.py tests/service/test_database.py
 OLDEST_PYTHON := $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 
 # Where the index has no CPU build of that torch, it comes with CUDA: the tests run beside either.
 $(OLDEST_VENV)/.installed: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST_VENV)/bin/python || { python=$$(tests/find_python $(OLDEST_PYTHON)) && "$$python" -m venv $(OLDEST_VENV); }
 	$(OLDEST_VENV)/bin/python -m pip install --constraint constraints-oldest.txt torch
-	$(OLDEST_VENV)/bin/python -m pip install --constraint constraints-oldest.txt --editable ".[dev,examples,watch]"
+	$(OLDEST_VENV)/bin/python -m pip install --constraint constraints-oldest.txt --editable ".[dev,examples,watch,serve]"
 	touch $@
 
 test-oldest: $(OLDEST_VENV)/.installed ## run the tests of steps and batches, with PROOF=1 most tests, on the oldest Python, torch and libraries
@@ -134,7 +146,7 @@ test-oldest: $(OLDEST_VENV)/.installed ## run the tests of steps and batches, wi
 .venv-3.%/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || { python=$$(tests/find_python 3.$*) && "$$python" -m venv $(@D); }
 	$(@D)/bin/python -m pip install --constraint constraints.txt torch
-	$(@D)/bin/python -m pip install --constraint constraints.txt --editable ".[dev,examples,watch]"
+	$(@D)/bin/python -m pip install --constraint constraints.txt --editable ".[dev,examples,watch,serve]"
 	touch $@
 
 test-pythons: $(PYTHONS:%=.venv-%/.installed) ## the same tests with the tested torch: make test-pythons [PYTHONS="3.10 3.12 3.13"]
@@ -142,7 +154,7 @@ test-pythons: $(PYTHONS:%=.venv-%/.installed) ## the same tests with the tested 
 
 # With fresh examples unless SEED is given: the end of each output says which seed repeats them.
 proof: bugs ## plant bugs, then run all tests whole: an error at every operation and on every rank, new examples; takes hours; SEED=1234 repeats them
-	$(MAKE) PROOF=1 test test-engines test-integrations test-cuda test-oldest
+	$(MAKE) PROOF=1 test test-engines test-integrations test-service test-cuda test-oldest
 
 bugs: $(INTEGRATIONS_INSTALLED) ## plant each bug of tests/planted_bugs by itself; its tests must find it, five minutes
 	PYTHONPATH=.:tests "$(PYTHON_ENV)" -m planted_bugs
@@ -153,7 +165,7 @@ lint: $(INSTALLED) ## ruff, mypy --strict, and the layers of the imports
 	"$(PYTHON_ENV)" -m mypy --strict autobatch tests/api/typed_usage.py
 	"$(PYTHON_ENV)" -c "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
 
-check: lint docs test ## lint, docs and test: CI runs it, then test-engines, test-integrations, test-cuda and test-oldest
+check: lint docs test ## lint, docs and test: CI runs it, then test-engines, test-integrations, test-service, test-cuda and test-oldest
 
 clean: ## remove what tests, linters and builds leave behind; what is installed stays
 	rm -rf build dist site *.egg-info htmlcov .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -74,7 +74,9 @@ class Shield:
     def __init__(self, app: ASGIApp, hosts: Collection[str], limit: RateLimit, metrics: Metrics) -> None:
         self._app, self._hosts, self._limit, self._metrics = app, frozenset(hosts), limit, metrics
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(  # noqa: C901 - one request from its beginning to its end
+        self, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -91,14 +91,14 @@ def run_postgres(*, durable=False):
 
 
 @contextmanager
-def new_database(url_of):
+def new_database(url_of, name=None, template="template0"):
     """Yield the URL of a new database on a PostgreSQL."""
     import psycopg
 
-    name = f"t{secrets.token_hex(4)}"
+    name = name or f"t{secrets.token_hex(4)}"
     address = url_of("postgres").replace("+psycopg", "")
     with psycopg.connect(address, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name} TEMPLATE template0")
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
     try:
         yield url_of(name)
     finally:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import services
-
-pytest.importorskip("sqlalchemy", reason="needs the extra: pip install 'torch-autobatch[serve]'")
-pytest.importorskip("fastapi", reason="needs the extra: pip install 'torch-autobatch[serve]'")
-
 from fastapi.testclient import TestClient
 
 from autobatch.service.database import Database
@@ -24,6 +22,22 @@ def postgres():
         yield url_of
 
 
+@pytest.fixture(scope="session")
+def postgres_with_tables(postgres):
+    """The name of a database that others are copied from."""
+    with services.new_database(postgres, "with_tables") as url:
+        Database.open(url).close()
+        yield "with_tables"
+
+
+@pytest.fixture(scope="session")
+def sqlite_with_tables(tmp_path_factory):
+    """The same, as a file."""
+    path = tmp_path_factory.mktemp("sqlite") / "service.db"
+    Database.open(f"sqlite:///{path}").close()
+    return path
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request, tmp_path):
     """A database without tables, of each kind."""
@@ -34,12 +48,21 @@ def database_url(request, tmp_path):
         yield url
 
 
-@pytest.fixture
-def database(database_url):
-    """A database with tables."""
-    opened = Database.open(database_url)
-    yield opened
-    opened.close()
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request, tmp_path):
+    """A database with tables, of each kind."""
+    if request.param == "sqlite":
+        path = tmp_path / "service.db"
+        shutil.copy(request.getfixturevalue("sqlite_with_tables"), path)
+        opened = Database.open(f"sqlite:///{path}", migrate=False)
+        yield opened
+        opened.close()
+        return
+    template = request.getfixturevalue("postgres_with_tables")
+    with services.new_database(request.getfixturevalue("postgres"), template=template) as url:
+        opened = Database.open(url, migrate=False)
+        yield opened
+        opened.close()
 
 
 @pytest.fixture
