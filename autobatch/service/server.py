@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
@@ -22,6 +22,8 @@ from autobatch.errors import AutobatchError
 from autobatch.service.alerts import NEAR, WATCHED_S
 from autobatch.service.api import Reader, This, router
 from autobatch.service.database import Busy, Database, describe_fault
+from autobatch.service.pages import LoginNeeded, show_error
+from autobatch.service.pages import router as page_router
 from autobatch.service.shield import Shield, problem
 from autobatch.service.state import Service, Settings
 from autobatch.service.store import NotFound
@@ -47,11 +49,13 @@ def make_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.include_router(router)
+    app.include_router(page_router)
     app.get("/healthz", include_in_schema=False)(_check_health)
     app.get("/metrics", include_in_schema=False)(_show_metrics)
     handlers: dict[Any, Callable[..., Any]] = {
         StarletteHTTPException: _refuse,
         RequestValidationError: _refuse_record,
+        LoginNeeded: _ask_for_login,
         NotFound: _not_found,
         Busy: _not_available,
         SQLAlchemyError: _not_available,
@@ -73,32 +77,43 @@ def _show_metrics(service: This, _: Reader) -> Response:
     return Response(service.metrics.render(service.store, time.time() - WATCHED_S, NEAR), media_type="text/plain")
 
 
-async def _refuse(_: Request, error: HTTPException) -> Response:
-    return problem(error.status_code, str(error.detail), dict(error.headers or {}))
+def _answer(request: Request, status: int, detail: str, headers: dict[str, str] | None = None) -> Response:
+    """Return an error: as JSON to a program, as a page to a browser."""
+    if request.url.path.startswith("/api/") or "text/html" not in request.headers.get("accept", ""):
+        return problem(status, detail, headers)
+    return show_error(request, status, detail)
 
 
-async def _refuse_record(_: Request, error: RequestValidationError) -> Response:
+async def _ask_for_login(_: Request, __: LoginNeeded) -> Response:
+    return RedirectResponse("/login", 303)
+
+
+async def _refuse(request: Request, error: HTTPException) -> Response:
+    return _answer(request, error.status_code, str(error.detail), dict(error.headers or {}))
+
+
+async def _refuse_record(request: Request, error: RequestValidationError) -> Response:
     first = error.errors()[0]
     detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return problem(422, (detail if is_one_line(detail) else ascii(detail))[:_LONGEST_DETAIL])
+    return _answer(request, 422, (detail if is_one_line(detail) else ascii(detail))[:_LONGEST_DETAIL])
 
 
-async def _not_found(_: Request, error: NotFound) -> Response:
-    return problem(404, str(error))
+async def _not_found(request: Request, error: NotFound) -> Response:
+    return _answer(request, 404, str(error))
 
 
 async def _not_available(request: Request, error: Exception) -> Response:
     if isinstance(error, (DataError, IntegrityError, ProgrammingError)):  # a bound is missing: not the database's fault
         return await _fail(request, error)
     if isinstance(error, Busy):
-        return problem(503, "too many records wait to be written", {"Retry-After": "2"})
+        return _answer(request, 503, "too many records wait to be written", {"Retry-After": "2"})
     logger.error("the database cannot be used: %s", describe_fault(error))
-    return problem(503, f"the database cannot be used: {describe_fault(error)}", {"Retry-After": "5"})
+    return _answer(request, 503, f"the database cannot be used: {describe_fault(error)}", {"Retry-After": "5"})
 
 
-async def _fail(_: Request, error: Exception) -> Response:
+async def _fail(request: Request, error: Exception) -> Response:
     logger.error("a request failed", exc_info=error)
-    return problem(500, "the server has a fault; its log has more")
+    return _answer(request, 500, "the server has a fault; its log has more")
 
 
 class _Server(uvicorn.Server):

@@ -1,0 +1,277 @@
+"""Shows the fleet, runs, plans, predictions and alerts to people: HTML that needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Annotated, Any
+from urllib.parse import parse_qs, urlencode
+
+from fastapi import APIRouter, Depends, HTTPException, Query, Request
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from starlette.concurrency import run_in_threadpool
+
+from autobatch._formatting import format_bytes, plural
+from autobatch.planning.plan_record import PlanRecord
+from autobatch.report.difference import diff_plans
+from autobatch.report.html import render_fragment, replace_unprintable
+from autobatch.report.pictures import PALETTE
+from autobatch.service.alerts import NEAR, WATCHED_S
+from autobatch.service.answers import SummaryLine
+from autobatch.service.api import COOKIE, After, This, find_token, read_cursor
+from autobatch.service.auth import Role, Token
+from autobatch.service.comparison import summarise_groups
+from autobatch.service.records import Id, Name, OptionalId
+
+_COOKIE_S = 30 * 24 * 3600
+_ENTRIES = 50
+_drawing = threading.Lock()  # matplotlib has one style for all threads
+
+router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+
+
+class LoginNeeded(Exception):
+    """The browser has no valid cookie."""
+
+
+def _visitor(request: Request, service: This) -> Token:
+    token = find_token(request, service, None)
+    if token is None:
+        raise LoginNeeded
+    return token
+
+
+Visitor = Annotated[Token, Depends(_visitor)]
+Part = Annotated[Name, Query()]
+
+
+@router.get("/")
+def show_fleet(request: Request, service: This, token: Visitor) -> Response:
+    runs = service.store.live_runs(time.time() - WATCHED_S)
+    return _page(request, token, "fleet.html", cards=service.store.cards(), runs=runs)
+
+
+@router.get("/runs")
+def show_runs(
+    *,
+    request: Request,
+    service: This,
+    token: Visitor,
+    after: After = None,
+    model: Part = "",
+    host: Part = "",
+) -> Response:
+    live = [] if after or model or host else service.store.live_runs(0)[:200]
+    cursor = read_cursor(after)
+    runs, following = service.store.list_runs(cursor, _ENTRIES, model=model, host=host, state="" if model else "ended")
+    more = _more(following, model=model, host=host)
+    return _page(request, token, "runs.html", live=live, runs=runs, more=more, model=model, host=host)
+
+
+@router.get("/runs/{run_id}")
+def show_run(run_id: Id, request: Request, service: This, token: Visitor) -> Response:
+    run, summaries = service.store.find_run(run_id)
+    picture = draw_memory(summaries, run.limit_bytes)
+    setbacks = [setback for one in summaries for setback in one.setbacks]
+    return _page(request, token, "run.html", run=run, summaries=summaries, picture=picture, setbacks=setbacks)
+
+
+@router.get("/plans")
+def show_plans(
+    *,
+    request: Request,
+    service: This,
+    token: Visitor,
+    after: After = None,
+    model: Part = "",
+    device: Part = "",
+) -> Response:
+    plans, following = service.store.list_plans(read_cursor(after), _ENTRIES, model=model, device=device)
+    more = _more(following, model=model, device=device)
+    return _page(request, token, "plans.html", plans=plans, more=more, model=model, device=device)
+
+
+@router.get("/plans/{plan_id}")
+def show_plan(plan_id: Id, request: Request, service: This, token: Visitor) -> Response:
+    host, plan = service.store.find_plan(plan_id)
+    runs, _ = service.store.list_runs(plan_id=plan_id)
+    report = Markup(_report(plan_id, plan.model_dump_json()))  # noqa: S704 - the report has escaped it
+    return _page(request, token, "plan.html", plan_id=plan_id, plan=plan, host=host, runs=runs, report=report)
+
+
+@router.get("/compare")
+def show_comparison(
+    request: Request, service: This, token: Visitor, first: OptionalId = "", second: OptionalId = ""
+) -> Response:
+    lines: list[str] = []
+    if first and second:
+        plans = [service.store.find_plan(plan_id)[1] for plan_id in (first, second)]
+        lines = diff_plans(*plans).splitlines()
+    return _page(request, token, "compare.html", first=first, second=second, lines=lines)
+
+
+@router.get("/predictions")
+def show_predictions(
+    request: Request, service: This, token: Visitor, after: After = None, model: Part = ""
+) -> Response:
+    errors = summarise_groups(service.store.comparisons())
+    predictions, following = service.store.list_predictions(read_cursor(after), _ENTRIES, model=model)
+    more = _more(following, model=model)
+    values: dict[str, Any] = {"errors": errors, "predictions": predictions, "more": more, "model": model}
+    return _page(request, token, "predictions.html", **values)
+
+
+@router.get("/search")
+def search(request: Request, service: This, token: Visitor, q: Part = "") -> Response:
+    """Look for a part of a model's name, a host, or an id."""
+    plans = service.store.list_plans(limit=20, model=q)[0] if q else []
+    runs = [*service.store.list_runs(limit=20, model=q)[0], *service.store.list_runs(limit=20, host=q)[0]] if q else []
+    return _page(request, token, "search.html", q=q, plans=plans, runs=list(dict.fromkeys(runs)))
+
+
+@router.get("/alerts")
+def show_alerts(request: Request, service: This, token: Visitor) -> Response:
+    has_webhook = service.settings.webhook is not None
+    return _page(request, token, "alerts.html", alerts=service.store.alerts(), has_webhook=has_webhook, tested=None)
+
+
+@router.post("/alerts/test")
+def send_test(request: Request, service: This, token: Visitor) -> Response:
+    if token.level < Role.admin:
+        raise HTTPException(403, "only an admin may send a test")
+    failed = service.alerts.test()
+    values: dict[str, Any] = {"alerts": service.store.alerts(), "has_webhook": service.settings.webhook is not None}
+    return _page(request, token, "alerts.html", **values, tested=failed or "the webhook took the test")
+
+
+@router.post("/plans/{plan_id}/forget")
+def forget_plan(plan_id: Id, service: This, token: Visitor) -> Response:
+    if token.level < Role.admin:
+        raise HTTPException(403, "only an admin may forget a plan")
+    service.store.forget(plan_id)
+    return RedirectResponse("/plans", 303)
+
+
+@router.get("/api")
+def show_api(request: Request, token: Visitor) -> Response:
+    return _page(request, token, "api.html", schema=request.app.openapi())
+
+
+@router.get("/login")
+def show_login(request: Request) -> Response:
+    return _page(request, None, "login.html", wrong=False)
+
+
+@router.post("/login")
+async def log_in(request: Request, service: This) -> Response:
+    form = parse_qs((await request.body()).decode("utf-8", "replace"))
+    text = form.get("token", [""])[0].strip()
+    token = await run_in_threadpool(find_token, request, service, text) if text else None
+    if token is None:
+        return _page(request, None, "login.html", wrong=True, status=401)
+    answer = RedirectResponse("/", 303)
+    is_secure = request.url.scheme == "https" or request.headers.get("x-forwarded-proto") == "https"
+    answer.set_cookie(COOKIE, text, _COOKIE_S, httponly=True, samesite="strict", secure=is_secure)
+    return answer
+
+
+@router.post("/logout")
+def log_out() -> Response:
+    answer = RedirectResponse("/login", 303)
+    answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    return answer
+
+
+@router.get("/static/style.css")
+def show_style() -> Response:
+    return Response(_environment().get_template("style.css").render(), media_type="text/css")
+
+
+@router.get("/static/page.js")
+def show_script() -> Response:
+    script = (files("autobatch.service") / "static" / "page.js").read_text(encoding="utf-8")
+    return Response(script, media_type="text/javascript")
+
+
+@router.get("/favicon.ico")
+def show_icon() -> Response:
+    bars = '<path fill="#0969da" d="M0 5h2v3H0zm3-3h2v6H3zm3-2h2v8H6z"/>'
+    icon = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 8 8">{bars}</svg>'
+    return Response(icon, media_type="image/svg+xml")
+
+
+def show_error(request: Request, status: int, detail: str) -> Response:
+    """Return an error as a page."""
+    return _page(request, None, "error.html", status=status, detail=detail)
+
+
+def draw_memory(summaries: list[SummaryLine], limit_bytes: int) -> Markup:
+    """Return a picture of memory over time with the limit, as SVG; the table beside it has the same numbers."""
+    if len(summaries) < 2:
+        return Markup("")
+    peaks = [one.held_bytes or one.peak_bytes for one in summaries]
+    begin, end, top = summaries[0].at, summaries[-1].at, max(*peaks, limit_bytes, 1) * 1.05
+    points = " ".join(
+        f"{600 * (one.at - begin) / ((end - begin) or 1):.1f},{150 - 150 * peak / top:.1f}"
+        for one, peak in zip(summaries, peaks, strict=True)
+    )
+    height = 150 - 150 * limit_bytes / top
+    limit = f'<line class="limit" x1="0" x2="600" y1="{height:.1f}" y2="{height:.1f}"/>' if limit_bytes else ""
+    name = f"peak memory over {plural(len(summaries), 'summary', 'summaries')}, the highest {format_bytes(max(peaks))}"
+    svg = f'<svg viewBox="-4 -4 608 158" role="img" aria-label="{name}">{limit}<polyline points="{points}"/></svg>'
+    return Markup(svg)  # noqa: S704 - numbers only
+
+
+@lru_cache(64)
+def _report(_plan_id: str, content: str) -> str:
+    with _drawing:
+        return render_fragment(PlanRecord.model_validate_json(content))
+
+
+def _more(following: str | None, **filters: str) -> str:
+    """Return the query of the next page; empty if there is none."""
+    given = {name: value for name, value in filters.items() if value}
+    return f"?{urlencode(given | {'after': following})}" if following else ""
+
+
+def _page(request: Request, token: Token | None, template: str, *, status: int = 200, **values: Any) -> Response:
+    is_open = token is not None and not token.hash
+    shared = {"path": request.url.path, "token": token, "is_open": is_open, "near": NEAR, "now": time.time()}
+    text = _environment().get_template(template).render(shared | values | {"status": status})
+    return HTMLResponse(text.encode("utf-8", "replace"), status)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("autobatch.service"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: (
+            replace_unprintable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        ),
+    )
+    environment.filters |= {"gib": format_bytes, "ago": _ago, "date": _date, "percent": "{:+.1%}".format}
+    environment.globals |= {"plural": plural, "palette": PALETTE}
+    return environment
+
+
+def _ago(moment: float) -> str:
+    """Return how long ago a moment was, in one unit."""
+    seconds = time.time() - moment
+    if seconds < 60:
+        return "now"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit} ago"
+    return ""
+
+
+def _date(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(moment))
