@@ -35,7 +35,7 @@ _TITLES = {
 _HEADERS = {
     b"x-content-type-options": b"nosniff",
     b"x-frame-options": b"DENY",
-    b"referrer-policy": b"no-referrer",
+    b"referrer-policy": b"same-origin",  # with "no-referrer" a browser hides the origin of our own forms
     b"cache-control": b"no-store",
     b"content-security-policy": (
         b"default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; connect-src 'self'; "

@@ -68,7 +68,7 @@ def database(request, tmp_path):
 @pytest.fixture
 def service(database):
     """A server's parts."""
-    return Service(Settings(hosts=("testserver",)), database)
+    return Service(Settings(port=0, hosts=("testserver",)), database)
 
 
 @pytest.fixture
