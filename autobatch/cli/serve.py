@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from autobatch._bounds import is_one_line
-from autobatch._formatting import plural
-from autobatch.cli.output import Answer, check_folder, make_table
+from autobatch._formatting import is_one_line, plural
+from autobatch.cli.output import Answer, Table, check_folder
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.ledger.ledger import find_home
 
@@ -79,7 +78,7 @@ def list_tokens(database: str | None) -> Answer:
         )
         for token in tokens
     ]
-    return Answer([make_table(rows, ("name", "role", "made", "last used", "state"))], data)
+    return Answer([Table(rows, ("name", "role", "made", "last used", "state"))], data)
 
 
 def revoke_token(database: str | None, name: str) -> Answer:

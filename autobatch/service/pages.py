@@ -29,6 +29,7 @@ from autobatch.service.records import Id, Name, OptionalId
 
 _COOKIE_S = 30 * 24 * 3600
 _ENTRIES = 50
+_COLUMNS = 110  # of a comparison
 _drawing = threading.Lock()  # matplotlib has one style for all threads
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
@@ -109,8 +110,8 @@ def show_comparison(
 ) -> Response:
     lines: list[str] = []
     if first and second:
-        plans = [service.store.find_plan(plan_id)[1] for plan_id in (first, second)]
-        lines = diff_plans(*plans).splitlines()
+        (_, one), (_, other) = service.store.find_plan(first), service.store.find_plan(second)
+        lines = diff_plans(one, other, _COLUMNS).splitlines()
     return _page(request, token, "compare.html", first=first, second=second, lines=lines)
 
 

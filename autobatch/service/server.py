@@ -16,7 +16,7 @@ from fastapi.responses import RedirectResponse, Response
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from autobatch._bounds import is_one_line
+from autobatch._formatting import is_one_line
 from autobatch._version import __version__
 from autobatch.errors import AutobatchError
 from autobatch.service.alerts import NEAR, WATCHED_S

@@ -1,0 +1,128 @@
+"""``autobatch serve`` and its commands, as a person types them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from autobatch.cli.main import main
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """The user's folder."""
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("AUTOBATCH_DATABASE", raising=False)
+    return tmp_path / "home"
+
+
+def run(capsys, *words):
+    """Run a command and return its exit code and what it printed."""
+    code = main([*words])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def test_tokens_by_command(home, capsys):
+    """Made, listed without their text, revoked; a name twice is refused in one line."""
+    code, printed = run(capsys, "serve", "token", "create", "--name", "ci", "--role", "writer")
+    token = printed.splitlines()[0]
+    assert (code, token[:4], len(token)) == (0, "abt_", 47)
+    assert home.joinpath("service.db").stat().st_size
+    assert home.stat().st_mode & 0o77 == 0
+    assert run(capsys, "serve", "token", "create", "--name", "ci")[0] == 2
+    code, printed = run(capsys, "serve", "token", "list")
+    assert "ci" in printed
+    assert token[4:] not in printed
+    assert run(capsys, "serve", "token", "revoke", "--name", "ci")[0] == 0
+    (listed,) = json.loads(run(capsys, "serve", "token", "list", "--json")[1])
+    assert listed["revoked_at"] > 0
+    assert run(capsys, "serve", "token", "revoke", "--name", "ci")[0] == 2
+    assert run(capsys, "serve", "token", "create", "--name", "a\nb")[0] == 2
+
+
+def test_backup_and_restore_by_command(home, capsys, tmp_path):
+    """A file that is there is not overwritten; a database with rows is not restored into."""
+    run(capsys, "serve", "token", "create", "--name", "ci")
+    file = str(tmp_path / "copy.db")
+    assert run(capsys, "serve", "backup", file) == (0, f"1 row written to {file}\n")
+    assert run(capsys, "serve", "backup", file)[0] == 2
+    empty = f"sqlite:///{tmp_path / 'new.db'}"
+    assert run(capsys, "serve", "restore", file, "--database", empty) == (0, "1 row restored\n")
+    assert run(capsys, "serve", "restore", file, "--database", empty)[0] == 1
+    assert run(capsys, "serve", "restore", str(tmp_path / "none"))[0] == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--open", "--host", "0.0.0.0"),
+        ("--webhook", "file:///etc/passwd"),
+        ("--database", "mysql://x"),
+        ("--database", "sqlite:///x", "token", "list"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(home, capsys, words):
+    """In one line, with exit code 2."""
+    code, printed = run(capsys, "serve", *words)
+    assert code == 2
+    assert len(printed.splitlines()) == 1
+
+
+def test_without_the_extra_one_line_says_what_to_install(home, capsys, monkeypatch):
+    """Whatever command needs it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sqlalchemy" else find(name))
+    for words in (("serve",), ("serve", "token", "list"), ("serve", "backup", "x")):
+        code, printed = run(capsys, *words)
+        assert code == 1
+        assert printed == "autobatch: the service needs sqlalchemy and more: pip install 'torch-autobatch[serve]'\n"
+
+
+def test_a_taken_port_is_named(home, capsys):
+    """And nothing is left behind."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, printed = run(capsys, "serve", "--port", str(taken.getsockname()[1]))
+    assert code == 1
+    assert "cannot listen on 127.0.0.1 port" in printed
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_it_at_once_with_streams_open(home, end):
+    """No traceback, no torch, and no waiting for pages."""
+    words = [sys.executable, "-X", "importtime", "-m", "autobatch", "serve", "--open", "--port", "0"]
+    server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    printed = []
+    while not (address := re.search(r"http://\S+", "".join(printed[-1:]))):
+        printed.append(server.stderr.readline())
+        assert printed[-1], printed[-20:]
+    imported = {line.rpartition("|")[2].strip() for line in printed}
+    assert "torch" not in imported
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            stream = urllib.request.urlopen(f"{address[0]}/api/v1/events")
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert stream.readline() == b"event: runs\n"
+    began = time.monotonic()
+    server.send_signal(end)
+    _, errors = server.communicate(timeout=30)
+    assert time.monotonic() - began < 4
+    lines = [line for line in errors.splitlines() if line.strip() and "import time" not in line]
+    assert [line for line in lines if "anyone on this machine" not in line] == []
+    stream.close()
