@@ -1,0 +1,150 @@
+"""Alerts: four kinds, each once for a run, sent until the webhook has taken it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from services import GIB, make_run_in, make_summary
+
+from autobatch.service.alerts import Alerts
+from autobatch.service.records import RunEnd, RunIn, RunSummary
+
+
+class Webhook(BaseHTTPRequestHandler):
+    """Takes messages, and refuses as many as it is asked to."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        refuses = self.server.refusals > 0
+        self.server.refusals -= refuses
+        if not refuses:
+            self.server.messages.append(body)
+        self.send_response(500 if refuses else 200)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def webhook():
+    """A server that takes the alerts."""
+    server = HTTPServer(("127.0.0.1", 0), Webhook)
+    server.messages, server.refusals = [], 0
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def alerts(service, webhook):
+    """What checks the runs."""
+    return Alerts(service.store, f"http://127.0.0.1:{webhook.server_address[1]}")
+
+
+@pytest.fixture
+def hour(monkeypatch):
+    """A clock that can be set."""
+    now = [time.time()]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    return now
+
+
+def begin(service, name="r1", **changes):
+    """Begin a run."""
+    service.store.add_run(RunIn.model_validate(make_run_in(name, **changes)))
+
+
+def summarise(service, number, name="r1", **changes):
+    """Hand in a summary."""
+    service.store.add_summary(name, RunSummary.model_validate(make_summary(number, **changes)))
+
+
+def kinds(webhook):
+    """What was sent."""
+    return [message["kind"] for message in webhook.messages]
+
+
+def test_a_run_near_its_limit_is_reported_once(service, alerts, webhook):
+    """Within 3 %, and not again with the next peak; another run has its own."""
+    begin(service)
+    summarise(service, 0, held_bytes=19 * GIB)
+    alerts.check()
+    assert webhook.messages == []
+    for number in (1, 2):
+        summarise(service, number, held_bytes=round(19.5 * GIB))
+        alerts.check()
+    begin(service, "r2", host="node2")
+    summarise(service, 0, "r2", held_bytes=20 * GIB)
+    alerts.check()
+    assert kinds(webhook) == ["near limit", "near limit"]
+    assert "19.5 GiB of a limit of 20.0 GiB" in webhook.messages[0]["text"]
+    assert [message["run"] for message in webhook.messages] == ["r1", "r2"]
+
+
+def test_a_run_that_stays_small(service, alerts, webhook, hour):
+    """Ten minutes in a row; one that grows back in between begins again."""
+    begin(service)
+    start = hour[0]
+    for minutes, size in ((0, 21), (8, 43), (9, 21), (18, 10)):
+        hour[0] = start + 60 * minutes
+        summarise(service, minutes, micro_batch_size=size, at=hour[0])
+        alerts.check()
+    assert webhook.messages == []
+    hour[0] = start + 60 * 19.1
+    alerts.check()
+    assert kinds(webhook) == ["small"]
+    assert "10 samples in a micro-batch instead of 43" in webhook.messages[0]["text"]
+
+
+def test_many_retries(service, alerts, webhook, hour):
+    """Five within ten minutes that are more than one step in twenty."""
+    for name, steps in (("often", 50), ("rarely", 5000)):
+        begin(service, name)
+        for number in range(3):
+            summarise(service, number, name, steps=steps * number, retries=2 * number)
+    alerts.check()
+    hour[0] += 60
+    for name, steps in (("often", 50), ("rarely", 5000)):
+        summarise(service, 3, name, steps=steps * 4, retries=10)
+    alerts.check()
+    assert [(message["kind"], message["run"]) for message in webhook.messages] == [("retries", "often")]
+
+
+def test_a_run_that_fell_silent(service, alerts, webhook, hour):
+    """Five minutes without a summary, unless it has ended or nobody saw it for an hour."""
+    for name in ("silent", "ended", "old"):
+        begin(service, name, started_at=hour[0] - (7200 if name == "old" else 0))
+    service.store.end_run("ended", RunEnd(at=hour[0], outcome="finished"))
+    alerts.check()
+    hour[0] += 301
+    alerts.check()
+    assert [(message["kind"], message["run"]) for message in webhook.messages] == [("silent", "silent")]
+
+
+def test_an_alert_is_sent_until_it_is_taken(service, alerts, webhook):
+    """A webhook that is away costs no alert; a taken one is not sent a second time."""
+    begin(service)
+    summarise(service, 0, held_bytes=20 * GIB)
+    webhook.refusals = 2
+    for _ in range(4):
+        alerts.check()
+    assert kinds(webhook) == ["near limit"]
+    assert service.store.alerts()[0].sent_at > 0
+
+
+def test_the_test_button(service, alerts, webhook):
+    """One message; what fails is said in one line."""
+    assert alerts.test() == ""
+    assert kinds(webhook) == ["test"]
+    webhook.refusals = 1
+    assert alerts.test() == "the webhook answered 500"
+    assert "cannot be reached" in Alerts(service.store, "http://127.0.0.1:1").test()
+    assert "has no webhook" in Alerts(service.store, None).test()
