@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.records import Record
-from autobatch.service.records import CardReading, ErrorFigures, RunSetback
+from autobatch.service.records import CardReading, ErrorFigures, Record, RunSetback
 
 
 class Me(Record):

@@ -38,12 +38,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
+from autobatch import records
 from autobatch._bounds import Flag, Moment, Samples, Seconds, Target
 from autobatch.events.run_history import Outcome
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.records import Record
 
 MOST_POINTS = 500  # of a prediction
 MOST_SETBACKS = 100  # of a summary
@@ -62,6 +62,12 @@ Whole = Annotated[int, Field(strict=True, ge=0, le=2**53 - 1)]  # JavaScript hol
 Difference53 = Annotated[int, Field(strict=True, ge=-(2**53 - 1), le=2**53 - 1)]
 Share = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, ge=0, le=1e15, allow_inf_nan=False)]
+
+
+class Record(records.Record):
+    """A record that is built when it is defined: FastAPI expects that, and warns of one that is built later."""
+
+    model_config = ConfigDict(defer_build=False)
 
 
 class PlanIn(Record):
