@@ -118,6 +118,7 @@ def test_too_many_requests(database):
     assert answers[-1].headers["retry-after"] == "1"
 
 
+@pytest.mark.quick
 def test_addresses_do_not_fill_the_memory():
     """The oldest are dropped."""
     limit = RateLimit(1, 1)

@@ -4,8 +4,8 @@ from alembic import context
 
 from autobatch.service.tables import Base
 
-context.configure(
-    connection=context.config.attributes["connection"], target_metadata=Base.metadata, render_as_batch=True
-)
-with context.begin_transaction():
-    context.run_migrations()
+if hasattr(context, "config"):  # only while Alembic migrates
+    connection = context.config.attributes["connection"]
+    context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True)
+    with context.begin_transaction():
+        context.run_migrations()
