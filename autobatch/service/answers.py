@@ -44,7 +44,7 @@ class PlanLine(Record):
 
 
 class PlanPage(Record):
-    """Plans, the newest first, and what ``after`` takes for more; null if there are no more."""
+    """Plans, the newest first. ``next`` is the ``after`` of the next page, or null."""
 
     plans: tuple[PlanLine, ...]
     next: str | None

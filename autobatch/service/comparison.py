@@ -93,7 +93,7 @@ def decide(question: GateQuestion, comparisons: Sequence[Comparison]) -> GateAns
 
 
 def _choose_margin(prediction: PredictionIn, comparisons: Sequence[Comparison]) -> tuple[ErrorFigures, float, str]:
-    """Return the errors of the most alike predictions of which there are enough, and the margin that they call for."""
+    """Return the errors of similar predictions, and the margin that they call for."""
     of_model = [one for one in comparisons if one.model == prediction.model]
     groups = (
         (f"{prediction.model} on {prediction.card}", [one for one in of_model if one.card == prediction.card]),

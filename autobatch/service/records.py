@@ -71,7 +71,7 @@ class Record(records.Record):
 
 
 class PlanIn(Record):
-    """A plan that ``fit`` made or a runner uses. Of several ranks, rank 0 hands in the plan.
+    """A plan that ``fit`` made or a runner uses. Rank 0 hands in the plan for all ranks.
 
     Attributes:
         id: Id of the plan, as the ledger has it.
@@ -242,7 +242,7 @@ class Remedy(Record):
 
     Attributes:
         name: Name of the change, such as ``"activation checkpointing"``.
-        effect: What it costs besides memory.
+        effect: Cost besides memory.
         saved_bytes: Bytes that it saves; negative if it takes more.
         micro_batch_size: Most samples in a micro-batch with it; 0 if none fit.
     """
@@ -254,7 +254,7 @@ class Remedy(Record):
 
 
 class PredictionIn(Record):
-    """What a step was predicted to take on a card.
+    """Predicted memory of a step on a card.
 
     Attributes:
         id: Id of the prediction: random, or a digest of its content.
@@ -322,7 +322,7 @@ class ErrorFigures(Record):
         under: Number of those in which more was measured than predicted.
         median_error: Median of ``predicted / measured - 1``, without its sign.
         worst_error: The error farthest from 0, with its sign.
-        worst_under: The most that was measured beyond what was predicted, as a share of that; 0 if none was.
+        worst_under: Largest excess of a measured peak over its prediction, as a share of the prediction; 0 if none.
     """
 
     model: Name = ""
@@ -344,9 +344,9 @@ class GateAnswer(Record):
         peak_bytes: Predicted peak of the process at that size, or at the smallest size if none fit; without margin.
         limit_bytes: The limit that was applied.
         margin: Share of the peak that is left free.
-        margin_reason: Where the margin comes from.
+        margin_reason: Source of the margin.
         errors: The errors behind the margin.
-        advice: What would help if it does not fit, a sentence each.
+        advice: Ways to make it fit, a sentence each; empty if it fits.
     """
 
     fits: Flag
