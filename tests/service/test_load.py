@@ -105,7 +105,13 @@ def test_a_long_list_is_read_by_its_index(database):
         row = dict(connection.execute(PlanRow.__table__.select()).mappings().one())
     row["content"] += " " * 1400
     rows = [
-        row | {"id": f"a{index}", "made_at": 1.7e9 + index // 3, "model": f"Net{index % 500}", "fingerprint": f"{index:032}"}
+        row
+        | {
+            "id": f"a{index}",
+            "made_at": 1.7e9 + index // 3,
+            "model": f"Net{index % 500}",
+            "fingerprint": f"{index:032}",
+        }
         for index in range(PLANS)
     ]
     names = [{"kind": "model", "name": f"Net{index}"} for index in range(500)]
@@ -116,7 +122,7 @@ def test_a_long_list_is_read_by_its_index(database):
         database.write(lambda connection: connection.exec_driver_sql("ANALYZE"))
     middle = (1.7e9 + PLANS // 6, "a")
     asked = {
-        "first page": lambda: store.list_plans(),
+        "first page": store.list_plans,
         "a page in the middle": lambda: store.list_plans(middle),
         "a part of a name": lambda: store.list_plans(model="NET77"),
         "a part of all names": lambda: store.list_plans(model="net"),
