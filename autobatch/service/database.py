@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late  # not Python's own one before 3.11
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -100,7 +101,7 @@ class Database:
         try:
             self._waiting.put((action, future), timeout=_PATIENCE_S)
             return future.result(_PATIENCE_S)
-        except (queue.Full, TimeoutError) as error:
+        except (queue.Full, Late) as error:
             raise Busy from error
 
     def _write_groups(self) -> None:

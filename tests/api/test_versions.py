@@ -30,8 +30,8 @@ def read_pins(name: str) -> dict[str, str]:
 def read_floors() -> dict[str, str]:
     """The oldest version of each library that the metadata names for use, or that the tests use it with."""
     extras = PROJECT["optional-dependencies"]
-    named = [*PROJECT["dependencies"], *extras["dev"], *extras["watch"], *extras["examples"]]
-    floors = dict(requirement.split(">=") for requirement in named)
+    named = [*PROJECT["dependencies"], *extras["dev"], *extras["watch"], *extras["examples"], *extras["serve"]]
+    floors = dict(re.sub(r"\[.*\]", "", requirement).split(">=") for requirement in named)
     return {name: floor for name, floor in floors.items() if not TOOLS.fullmatch(name)}
 
 
