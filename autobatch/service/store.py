@@ -48,6 +48,7 @@ SILENT_S = 300.0  # ten summaries did not come
 _RECENT_S = 3600.0  # of a card's reading; and how late a summary may come to count as news
 _LONGEST_NAME = 200
 _MOST_RECALLED = 10
+_MOST_NAMES = 1000  # with a part in them
 _MOST_SUMMARIES = 1000
 _MOST_PEAKS = 200  # of one plan: it has far fewer trials
 _MOST_COMPARED = 1000  # predictions, the newest
@@ -115,7 +116,7 @@ class Store:
         device: str = "",
         host: str = "",
     ) -> tuple[list[PlanLine], str | None]:
-        wanted = [_has_part(PlanRow, name, part) for name, part in (("model", model), ("device", device)) if part]
+        wanted = [self._has_part(PlanRow, name, part) for name, part in (("model", model), ("device", device)) if part]
         wanted += [PlanRow.host == host] if host else []
         rows = self._page(select(*_PLAN_COLUMNS).where(*wanted), PlanRow.made_at, PlanRow.id, after, limit)
         lines = [PlanLine.model_validate(row) for row in rows]
@@ -256,7 +257,7 @@ class Store:
         plan_id: str = "",
         state: str = "",
     ) -> tuple[list[RunLine], str | None]:
-        wanted: list[ColumnElement[bool]] = [_has_part(RunRow, "model", model)] if model else []
+        wanted: list[ColumnElement[bool]] = [self._has_part(RunRow, "model", model)] if model else []
         wanted += [RunRow.host == host] if host else []
         wanted += [RunRow.plan_id == plan_id] if plan_id else []
         wanted += [RunRow.outcome == "running"] if state == "live" else []
@@ -332,7 +333,7 @@ class Store:
     def list_predictions(
         self, after: tuple[float, str] | None = None, limit: int = 50, *, model: str = ""
     ) -> tuple[list[PredictionLine], str | None]:
-        wanted = [_has_part(PredictionRow, "model", model)] if model else []
+        wanted = [self._has_part(PredictionRow, "model", model)] if model else []
         query = select(*_PREDICTION_COLUMNS).where(*wanted)
         rows = self._page(query, PredictionRow.made_at, PredictionRow.id, after, limit)
         lines = [PredictionLine.model_validate(row) for row in rows]
@@ -424,6 +425,18 @@ class Store:
             values = {name: value for name, value in row.items() if name not in {"run_id", "card"}}
             connection.execute(reading.on_conflict_do_update(index_elements=["run_id", "card"], set_=values))
 
+    def _has_part(self, table: type[Base], kind: str, part: str) -> ColumnElement[bool]:
+        """Search the short table of names: a search in the long one would read all of it.
+
+        The names found stand in the query itself. So PostgreSQL's planner knows how many rows have them.
+        """
+        is_like = func.lower(NameRow.name).contains(part.lower(), autoescape=True)
+        names = select(NameRow.name).where(NameRow.kind == kind, is_like).limit(_MOST_NAMES)
+        with self.database.read() as connection:
+            found = connection.execute(names).scalars().all()
+        column: ColumnElement[str] = table.__table__.c[kind]
+        return column.in_(found)
+
     def _page(
         self, query: Select[Any], moment: Any, key: Any, after: tuple[float, str] | None, limit: int
     ) -> list[dict[str, Any]]:
@@ -452,15 +465,6 @@ def _as_news(at: float) -> float:
     """Return the time of the server, or the client's if it hands in what happened long before."""
     now = time.time()
     return now if at > now - _RECENT_S else at
-
-
-def _has_part(table: Any, kind: str, part: str) -> ColumnElement[bool]:
-    """Search the short table of names: a search in the long one would read all of it."""
-    names = select(NameRow.name).where(
-        NameRow.kind == kind, func.lower(NameRow.name).contains(part.lower(), autoescape=True)
-    )
-    column: ColumnElement[str] = table.__table__.c[kind]
-    return column.in_(names)
 
 
 def _run_line(row: RowMapping | dict[str, Any]) -> RunLine:
