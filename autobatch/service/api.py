@@ -66,7 +66,7 @@ NamePart = Annotated[Name, Query(description="A part of the name, in any case.")
 _bearer = HTTPBearer(auto_error=False, description="A token of ``autobatch serve token create``.")
 
 
-def service_of(request: Request) -> Service:
+async def service_of(request: Request) -> Service:  # async: it needs no thread
     service: Service = request.app.state.service
     return service
 

@@ -6,9 +6,22 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from sqlalchemy import Connection, RowMapping, case, delete, func, select, tuple_, update
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    Double,
+    RowMapping,
+    Table,
+    bindparam,
+    case,
+    delete,
+    func,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.sql import ColumnElement, Select
 
 from autobatch.planning.plan_record import PlanRecord
@@ -58,6 +71,33 @@ _RUN_COLUMNS = [RunRow.__table__.c[name] for name in RunLine.model_fields if nam
 _PREDICTION_COLUMNS = [PredictionRow.__table__.c[name] for name in PredictionLine.model_fields]
 
 
+_TABLES: tuple[type[Base], ...] = (NameRow, PlanRow, RunRow, SummaryRow, PredictionRow, PeakRow, AlertRow)
+_TOTALS = ("steps", "samples", "seconds", "retries", "size_changes", "micro_batch_size")
+_RUNS = cast("Table", RunRow.__table__)
+_RUN_OF_SUMMARY = select(_RUNS.c.host, _RUNS.c.step, _RUNS.c.card_key, _RUNS.c.summaries).where(
+    _RUNS.c.id == bindparam("run")
+)
+_NOW, _PEAK = bindparam("now", type_=Double), bindparam("peak", type_=BigInteger)
+_SIZE, _NUMBER = bindparam("new_micro_batch_size", type_=BigInteger), bindparam("number", type_=BigInteger)
+_UPDATE_RUN = (
+    update(_RUNS)
+    .where(_RUNS.c.id == bindparam("run"), _RUNS.c.summaries <= _NUMBER)
+    .values(
+        {
+            "seen_at": _NOW,
+            # Since when the size is smaller than at the start; 0 while it is not.
+            "small_since": case(
+                (_RUNS.c.first_size <= _SIZE, 0.0), (_RUNS.c.small_since > 0, _RUNS.c.small_since), else_=_NOW
+            ),
+            "summaries": _NUMBER + 1,
+            "last_bytes": _PEAK,
+            "peak_bytes": case((_RUNS.c.peak_bytes > _PEAK, _RUNS.c.peak_bytes), else_=_PEAK),
+            **{name: bindparam(f"new_{name}", type_=_RUNS.c[name].type) for name in _TOTALS},
+        }
+    )
+)
+
+
 class NotFound(Exception):
     """The record is unknown, or was forgotten."""
 
@@ -67,6 +107,12 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self.database = database
+        # Built once: to build a statement takes several times as long as to run it.
+        self._inserts = {
+            table: database.insert(cast("Table", table.__table__)).on_conflict_do_nothing() for table in _TABLES
+        }
+        self._put_reading = _make_upsert(database, ReadingRow, ["run_id", "card"])
+        self._put_peak = _make_upsert(database, PeakRow, ["source_id", "size"], PeakRow.__table__.c.bytes)
         self._names: set[tuple[str, str]] = set()  # known to be in the table
 
     # ------------------------------------------------------------------------------------------------------- plans
@@ -193,43 +239,28 @@ class Store:
             "content": json.dumps([setback.model_dump() for setback in sent.setbacks]),
         }
         peak, seen_at = sent.held_bytes or sent.peak_bytes, _as_news(sent.at)
-        is_small = RunRow.first_size > sent.micro_batch_size
         latest = {
-            "seen_at": seen_at,
-            "small_since": case((~is_small, 0.0), (RunRow.small_since > 0, RunRow.small_since), else_=seen_at),
-            "summaries": sent.number + 1,
-            "last_bytes": peak,
-            "peak_bytes": case((RunRow.peak_bytes > peak, RunRow.peak_bytes), else_=peak),
-            **{
-                name: getattr(sent, name)
-                for name in ("steps", "samples", "seconds", "retries", "size_changes", "micro_batch_size")
-            },
+            **{f"new_{name}": getattr(sent, name) for name in _TOTALS},
+            "run": run_id,
+            "number": sent.number,
+            "peak": peak,
+            "now": seen_at,
         }
 
         def write(connection: Connection) -> bool:
-            columns = select(RunRow.host, RunRow.step, RunRow.card_key, RunRow.summaries).where(RunRow.id == run_id)
-            run = connection.execute(columns).first()
+            run = connection.execute(_RUN_OF_SUMMARY, {"run": run_id}).first()
             if run is None:
                 raise NotFound(f"no run has the id {run_id}")
             is_new = self._insert(connection, SummaryRow, row)
             if is_new and sent.number >= run.summaries:  # one that comes late changes no totals
-                connection.execute(
-                    update(RunRow).where(RunRow.id == run_id, RunRow.summaries <= sent.number).values(latest)
-                )
+                connection.execute(_UPDATE_RUN, latest)
                 self._note_cards(connection, run_id, run.host, sent.cards, seen_at)
             # What the allocator holds after another size is not what this size needs.
             if is_new and run.step and run.card_key and sent.held_bytes and not sent.retries and not sent.size_changes:
                 total = max((card.total_bytes for card in sent.cards), default=0)
                 place = {"step": run.step, "card_key": run.card_key, "total_bytes": total}
                 peaks = {"source_id": run_id, "size": sent.micro_batch_size, "bytes": sent.held_bytes, **place}
-                higher = self.database.insert(PeakRow).values(peaks)
-                connection.execute(
-                    higher.on_conflict_do_update(
-                        index_elements=["source_id", "size"],
-                        set_={"bytes": higher.excluded.bytes},
-                        where=PeakRow.bytes < higher.excluded.bytes,
-                    )
-                )
+                connection.execute(self._put_peak, peaks)
             return is_new
 
         return self.database.write(write)
@@ -399,7 +430,7 @@ class Store:
 
     def _insert(self, connection: Connection, table: type[Base], row: Mapping[str, Any]) -> bool:
         """Insert a row unless there is one with its key; return whether it is new."""
-        return bool(connection.execute(self.database.insert(table).values(row).on_conflict_do_nothing()).rowcount)
+        return bool(connection.execute(self._inserts[table], row).rowcount)
 
     def _write_named(self, names: Mapping[str, str], write: Any) -> bool:
         """Write, and first note the names that are new, in one order, so that writers do not wait for each other."""
@@ -421,9 +452,7 @@ class Store:
         for index, card in enumerate(cards):
             row = {"run_id": run_id, "card": card.uuid or f"{card.name[:190]} {index}", "host": host, "at": at}
             row |= card.model_dump(exclude={"uuid"})
-            reading = self.database.insert(ReadingRow).values(row)
-            values = {name: value for name, value in row.items() if name not in {"run_id", "card"}}
-            connection.execute(reading.on_conflict_do_update(index_elements=["run_id", "card"], set_=values))
+            connection.execute(self._put_reading, row)
 
     def _has_part(self, table: type[Base], kind: str, part: str) -> ColumnElement[bool]:
         """Search the short table of names: a search in the long one would read all of it.
@@ -446,6 +475,14 @@ class Store:
         query = query.order_by(moment.desc(), key.desc()).limit(limit)
         with self.database.read() as connection:
             return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def _make_upsert(database: Database, table: type[Base], key: list[str], higher: Any = None) -> Any:
+    """Return a statement that inserts a row or replaces it, with ``higher`` only by one with more in that column."""
+    statement = database.insert(cast("Table", table.__table__))
+    values = {column.name: statement.excluded[column.name] for column in table.__table__.c if column.name not in key}
+    where = None if higher is None else higher < statement.excluded[higher.name]
+    return statement.on_conflict_do_update(index_elements=key, set_=values, where=where)
 
 
 def card_key(name: str) -> str:

@@ -53,7 +53,7 @@ class Client(threading.Thread):
         connection.close()
 
     def post(self, connection, path, record):
-        connection.request("POST", f"/api/v1{path}", json.dumps(record), {"Content-Type": "application/json"})
+        connection.request("POST", f"/api/v1{path}", json.dumps(record).encode(), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         content = answer.read()
         if answer.status != 201:
