@@ -1,0 +1,130 @@
+"""Sends requests to the team's server, whose name and token come from the environment.
+
+Nothing that a server does may hurt a training: an answer has a deadline and a largest size, and a redirect is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
+
+from autobatch.errors import InvalidArgument
+
+TIMEOUT_S = 2.0
+_LARGEST_ANSWER = 16 * 2**20  # bytes: ten plans are far less
+_LATER = {408, 425, 429}  # and 5xx
+_NEVER = {400, 404, 409, 413, 422}  # these records will not be taken at any time
+
+
+class ServerAway(Exception):
+    """The server did not answer, or not as one of ours does; a later attempt may succeed."""
+
+
+class Refused(Exception):
+    """The server will not take this record at any time."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """Address of a server, and the token that it knows us by."""
+
+    url: str
+    token: str = field(repr=False)
+
+    @classmethod
+    def named(cls) -> Server | None:
+        """Return the server that ``AUTOBATCH_SERVER`` and ``AUTOBATCH_TOKEN`` name, if there is one."""
+        url = os.environ.get("AUTOBATCH_SERVER", "").strip().rstrip("/")
+        return cls(url, os.environ.get("AUTOBATCH_TOKEN", "").strip()) if url else None
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            is_address = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+        except ValueError:  # a port that is not a number
+            is_address = False
+        if not is_address or parts.username or parts.query or parts.fragment:
+            raise InvalidArgument("AUTOBATCH_SERVER must be an address such as http://autobatch.example:8765")
+        if not (self.token.isascii() and self.token.isprintable()):
+            raise InvalidArgument("AUTOBATCH_TOKEN has letters that no token has")
+
+    def ask(self, method: str, path: str, body: bytes | None = None, *, seconds: float = TIMEOUT_S) -> Any:
+        """Return the answer, read from JSON.
+
+        Raises:
+            ServerAway: There is no answer that can be used.
+            Refused: The server refuses this body for good.
+        """
+        try:
+            status, content = self._send(method, path, body, time.monotonic() + seconds, seconds)
+            answer = json.loads(content) if 200 <= status < 300 else None
+        except (OSError, HTTPException, ValueError, RecursionError) as error:
+            raise ServerAway(f"{type(error).__name__}: {error}") from None
+        if answer is not None:
+            return answer
+        if status in {401, 403}:
+            raise ServerAway("it does not take AUTOBATCH_TOKEN for this")
+        if status in _NEVER:
+            raise Refused(_read_detail(content) or f"it answered {status}")
+        raise ServerAway(f"it answered {status}")
+
+    def ask_in_time(self, method: str, path: str, body: bytes | None = None, *, seconds: float = TIMEOUT_S) -> Any:
+        """Ask in a thread that is left alone after so many seconds: no socket option bounds the search for a name."""
+        answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put((self.ask(method, path, body, seconds=seconds), None))
+            except Exception as error:  # noqa: BLE001 - raised again below
+                answers.put((None, error))
+
+        Thread(target=ask, name="autobatch asks the server", daemon=True).start()
+        try:
+            answer, error = answers.get(timeout=seconds)
+        except Empty:
+            raise ServerAway(f"no answer in {seconds:g} s") from None
+        if error is not None:
+            raise error
+        return answer
+
+    def _send(
+        self, method: str, path: str, body: bytes | None, deadline: float, seconds: float
+    ) -> tuple[int, bytes]:
+        parts = urlsplit(self.url)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=seconds)
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        try:
+            connection.request(method, f"{parts.path}/api/v1{path}", body, headers)
+            response = connection.getresponse()
+            return response.status, _read_within(response, deadline)
+        finally:
+            connection.close()
+
+
+def _read_within(response: HTTPResponse, deadline: float) -> bytes:
+    parts, length = [], 0
+    while part := response.read1(2**16):
+        parts.append(part)
+        length += len(part)
+        if length > _LARGEST_ANSWER:
+            raise ValueError("the answer does not end")
+        if time.monotonic() > deadline:
+            raise TimeoutError("the answer came too slowly")
+    return b"".join(parts)
+
+
+def _read_detail(content: bytes) -> str:
+    """Return the reason in an error's answer; empty for an answer of another kind."""
+    try:
+        detail = json.loads(content)["detail"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ""
+    return ascii(detail)[1:-1][:200] if isinstance(detail, str) else ""
