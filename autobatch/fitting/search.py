@@ -13,7 +13,6 @@ from autobatch.batch.samples import Layout, check_values
 from autobatch.batch.tree import count_bytes, tensors_of
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import PlanRecalled, PlanRefused, TrialFinished, emit
-from autobatch.fitting.fingerprint import fingerprint
 from autobatch.fitting.make_plan import ExampleBatch, Found, Request
 from autobatch.fitting.probe import Probe
 from autobatch.planning.curve import fit_curve, growing_reserved
@@ -26,6 +25,7 @@ from autobatch.planning.sizes_by_length import halve_lengths, keep_useful
 from autobatch.records import SizeAtLength, Trial
 from autobatch.report.advice import explain_refusal
 from autobatch.step.default_step import default_step, explain_default
+from autobatch.step.fingerprint import fingerprint
 from autobatch.step.model_info import (
     batch_norms_in_train_mode,
     explain_smallest,

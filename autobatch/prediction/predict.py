@@ -39,6 +39,7 @@ from autobatch.prediction.tracing.trace import explain_loss, trace_timeline
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
 from autobatch.step.default_step import default_step
+from autobatch.step.fingerprint import identify_step
 from autobatch.step.model_info import (
     batch_norms_in_train_mode,
     identify_model,
@@ -145,9 +146,9 @@ def predict(
         if parallelism is not None:
             prediction = _share(prediction, parallelism, shares, model)
         changes = try_changes(workload, example.layout, sizing, circumstances, hooks) if what_if else ()
-    seconds = time.perf_counter() - started
+    known, seconds = identify_step(workload, example.layout), time.perf_counter() - started
     plan = prediction.plan and prediction.plan.model_copy(update={"seconds": seconds})
-    return prediction.model_copy(update={"changes": changes, "seconds": seconds, "plan": plan})
+    return prediction.model_copy(update={"changes": changes, "seconds": seconds, "plan": plan, "step": known})
 
 
 def _find_sizing(

@@ -110,6 +110,8 @@ class Prediction(Record):
         data_parallel: How they share the model; ``None`` for one process.
         shares: Samples of an optimizer step on each rank; empty for one rank. All else describes the first rank: no
             other has more samples or larger shards.
+        model: Class of the model.
+        step: Digest of model, step, batch and optimizer, the same on every card; empty if unknown.
         units: With ``"fsdp2"`` the paths of the modules that are sharded apart; the rest of the model is one more unit.
     """
 
@@ -141,6 +143,8 @@ class Prediction(Record):
     data_parallel: Strategy | None = None
     shares: Annotated[tuple[Samples, ...], LISTED] = ()
     units: Annotated[tuple[Text, ...], LISTED] = ()
+    model: Text = ""
+    step: Text = ""
 
     @property
     def share(self) -> int:

@@ -27,7 +27,7 @@ def a_trial_begins_where_the_last_one_ended(real, self):
 
 
 @bug(
-    "autobatch.fitting.fingerprint.fingerprint",
+    "autobatch.step.fingerprint.fingerprint",
     "tests/fitting/test_reuse.py::test_what_is_not_the_same_is_searched_for",
 )
 def all_models_are_the_same(real, *arguments, **options):

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -34,8 +34,22 @@ def fingerprint(
 ) -> str:
     """Return a hexadecimal digest of 32 characters: if it is equal, one trial may confirm an earlier plan.
 
-    The shapes of one sample of ``example`` count, but not their number or other processes on the device.
+    The first half is that of ``identify_step``, the same on every card. The shapes of one sample of ``example`` count,
+    but not their number or other processes on the device.
     """
+    parts = {
+        "software": [torch.__version__, str(torch.version.cuda)],
+        "device": [device.kind, device.name, device.total_bytes, device.driver],
+        "world_size": world_size,
+    }
+    step = identify_step(workload, example, lengths)
+    return step + _digest({"step": step, **parts})
+
+
+def identify_step(
+    workload: Workload, example: Layout, lengths: tuple[Callable[..., Any], Padding] | None = None
+) -> str:
+    """Return a hexadecimal digest of 16 characters of model, step, batch, optimizer and precision."""
     model = workload.model
     autocasts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     parts = {
@@ -52,12 +66,13 @@ def fingerprint(
             str(torch.get_default_dtype()),
             *(f"{kind} {torch.get_autocast_dtype(kind)}" for kind in autocasts),
         ],
-        "software": [torch.__version__, str(torch.version.cuda)],
-        "device": [device.kind, device.name, device.total_bytes, device.driver],
-        "world_size": world_size,
         **({} if lengths is None else {"lengths": [_spell_code(lengths[0]), lengths[1].model_dump_json()]}),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return _digest(parts)
+
+
+def _digest(parts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _spell(name: str, tensor: torch.Tensor) -> str:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autobatch.batch.samples import describe
-from autobatch.fitting.fingerprint import fingerprint
 from autobatch.records import DeviceInfo, Tenant
+from autobatch.step.fingerprint import fingerprint
 from autobatch.step.workload import Workload
 
 DEVICE = DeviceInfo(kind="cpu", name="CPU", total_bytes=2**30)
@@ -241,7 +241,7 @@ import torch
 from torch import nn
 from autobatch.records import DeviceInfo
 from autobatch.batch.samples import describe
-from autobatch.fitting.fingerprint import fingerprint
+from autobatch.step.fingerprint import fingerprint
 from autobatch.step.workload import Workload
 
 def step(model, batch):
