@@ -194,7 +194,7 @@ def fit(
                 memory.reclaim()
     seconds = time.perf_counter() - started
     plan = make_plan(request, found, (verdict, warnings), [RankPlan(**fields) for fields in plans], seconds)
-    ledger.remember(plan)
+    ledger.remember(plan, found.forecast)
     # A step without a loss trains on nothing, which matters once there is an optimizer.
     no_loss = (NO_LOSS,) if optimizer is not None and NO_LOSS in plan.warnings else ()
     emit(PlanMade(summary=str(plan)[len("autobatch: ") :], warnings=(*no_loss, *warnings), **request.whose))

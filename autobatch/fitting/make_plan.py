@@ -86,6 +86,7 @@ class Found:
     aux_bytes: int  # the most that a step returned beside the loss of a micro-batch
     savings: tuple[Saving, ...]
     warnings: tuple[str, ...]
+    forecast: tuple[tuple[int, int], ...]  # bytes by size that were predicted before the first trial
 
     @property
     def peak_bytes(self) -> int:

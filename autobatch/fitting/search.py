@@ -75,6 +75,7 @@ def search(request: Request) -> Found:
         aux_bytes=trials.probe.aux_bytes,
         savings=tuple(sorted(trials.probe.savings)),
         warnings=(*request.allowance.warnings, *batch.warnings, *explained),
+        forecast=trials.forecast,
     )
 
 
@@ -141,6 +142,7 @@ class _Trials:
     def __init__(self, request: Request, batch: ExampleBatch, whole: Layout) -> None:
         self.done: list[Trial] = []  # of the longest samples if lengths differ
         self.shorter: list[Trial] = []
+        self.forecast: tuple[tuple[int, int], ...] = ()  # predicted bytes by size
         self.batch, self.samples = batch, whole  # a trial of any size repeats these samples
         if batch.by_length is not None:
             self.samples, self._whole = batch.by_length.at(batch.by_length.longest)[0], whole  # a step holds both
@@ -188,6 +190,9 @@ def _confirm(request: Request, trials: _Trials, known: str, smallest: int) -> Pl
     least = least_size(request.wanted.target_batch, smallest)
     plans = [plan for plan in request.ledger.recall(known, request.division.rank) if plan.micro_batch_size >= least]
     plan, reason = choose_remembered(plans, request.wanted)
+    if plan is None or reason:
+        others = [plan for plan in request.ledger.recall_from_team(known) if plan.micro_batch_size >= least]
+        plan, reason = choose_remembered([*plans, *others], request.wanted)
     if plan is None:
         return None
     if not reason:
@@ -228,6 +233,7 @@ def _predict(request: Request, trials: _Trials, question: Question) -> Question:
     sizes = question.candidates
     first = FirstStep(request.memory.usage().allocated, trials.probe.measure_forward() if sizes[-1] > 1 else None)
     expected = expect_largest(request.workload, trials.batch.example, question.limit_bytes, sizes, first)
+    trials.forecast = expected.forecast.points
     return question.model_copy(
         update={
             "expected": expected.largest,

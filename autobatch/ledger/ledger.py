@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from platformdirs import user_state_path
 from autobatch.events.run_history import Run
 from autobatch.ledger.store import Store, Written, warn_once
 from autobatch.plan import Plan
+from autobatch.records import DeviceInfo
 
 _Answer = TypeVar("_Answer")
 
@@ -43,22 +44,33 @@ class Ledger:
         self._home = home
 
     @classmethod
-    def open(cls) -> Ledger:
+    def open(cls, device: DeviceInfo | None = None) -> Ledger:
+        """Return the ledger that the environment names, unless it is turned off; ``device`` is that of a run."""
         try:
-            return cls(find_home() if is_enabled() else None)
+            home = find_home() if is_enabled() else None
         except OSError as error:
             _warn(error, "nowhere")
             return cls(None)
+        if home is None or not os.environ.get("AUTOBATCH_SERVER", "").strip():
+            return cls(home)
+        from autobatch.ledger.team import open_team_ledger  # noqa: PLC0415 - most users have no server
+
+        return open_team_ledger(home, device)
 
     @property
     def is_enabled(self) -> bool:
         return self._home is not None
 
-    def remember(self, plan: Plan) -> bool:
+    def remember(self, plan: Plan, forecast: Iterable[tuple[int, int]] = ()) -> bool:
+        """Store a plan; ``forecast`` has the bytes by size from which its search began, for a team's server."""
         return self._use(lambda store: store.add_plan(plan), otherwise=False)
 
     def recall(self, fingerprint: str, rank: int = 0) -> list[Plan]:
         return self._use(lambda store: store.plans_like(fingerprint, rank), otherwise=[])
+
+    def recall_from_team(self, fingerprint: str) -> list[Plan]:
+        """Return plans with the same measurements that other computers have made, the newest first."""
+        return []
 
     def begin_run(self, plan: Plan) -> bool:
         """Store a plan again, which may come from a file, and make room for its runs; return whether that is done."""

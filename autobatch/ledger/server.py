@@ -50,7 +50,7 @@ class Server:
             is_address = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
         except ValueError:  # a port that is not a number
             is_address = False
-        if not is_address or parts.username or parts.query or parts.fragment:
+        if not is_address or "@" in parts.netloc or parts.query or parts.fragment:
             raise InvalidArgument("AUTOBATCH_SERVER must be an address such as http://autobatch.example:8765")
         if not (self.token.isascii() and self.token.isprintable()):
             raise InvalidArgument("AUTOBATCH_TOKEN has letters that no token has")
@@ -94,9 +94,7 @@ class Server:
             raise error
         return answer
 
-    def _send(
-        self, method: str, path: str, body: bytes | None, deadline: float, seconds: float
-    ) -> tuple[int, bytes]:
+    def _send(self, method: str, path: str, body: bytes | None, deadline: float, seconds: float) -> tuple[int, bytes]:
         parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=seconds)

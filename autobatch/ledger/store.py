@@ -88,8 +88,8 @@ class Store:
         A plan without an id gets one that follows from its content, and one without a date gets today's.
         """
         plan = plan.model_copy(update={"id": plan_id(plan), "made_at": plan.made_at or time.time()})
-        folder = self._plans / _file_name(plan.fingerprint)
-        path = folder / (f"{runs_id(plan)}.{plan.rank}.{plan.id}.json" if plan.rank else f"{plan.id}.json")
+        path = self.path_of(plan)
+        folder = path.parent
         self._make_folder(folder)
         plan.save(path)
         files = _list_folder(folder)
@@ -98,6 +98,10 @@ class Store:
         newest_first = dict.fromkeys([runs_id(plan), *(file.whole for file in files)])
         self._delete(files, set(islice(newest_first, _MOST_PLANS, None)))
         return True
+
+    def path_of(self, plan: Plan) -> Path:
+        name = f"{runs_id(plan)}.{plan.rank}.{plan_id(plan)}" if plan.rank else plan_id(plan)
+        return self._plans / _file_name(plan.fingerprint) / f"{name}.json"
 
     def begin_run(self, plan: Plan) -> bool:
         self.add_plan(plan)

@@ -159,9 +159,10 @@ class StepRunner:
                 backward=backward,
             )
             # Steps on a substitute for a device are not recorded, and those of all ranks are one run, the first's.
-            recorder = None if isinstance(device, Device) or plan.rank else RunRecorder(plan, Ledger.open())
+            described = self._device.describe()
+            recorder = None if isinstance(device, Device) or plan.rank else RunRecorder(plan, Ledger.open(described))
             self._events = StepEvents(plan, check_hooks(hooks), recorder)
-            self._events.report_plan(model, inner, self._device.describe())
+            self._events.report_plan(model, inner, described)
             self._sizes, self._batches = StepSizes(sum(plan.micro_batch_sizes)), GivenBatches(plan.batch_lists)
             self._stepped = SteppedObjects(optimizers, scaler, schedulers)
             self._memory = StepMemory(plan, self._workload, self._device, self._division, self._events)
