@@ -98,6 +98,15 @@ class Courier:
     def note_run(self, plan: Plan, run: Run, device: DeviceInfo) -> None:
         self._note(f"runs.{runs_id(plan)}.{run.id}.json", "", _Own(plan, run, device))
 
+    def note_everything(self) -> None:
+        """Note the whole ledger: the plans of rank 0 and their runs."""
+        for path in sorted(self._home.glob("plans/*/*.json")):
+            if path.stem.count(".") == 0:
+                self._note(f"plans.{path.parent.name}.{path.name}", "")
+        for path in sorted(self._home.glob("runs/*/*.jsonl")):
+            if not (self._outbox / (name := f"runs.{path.parent.name}.{path.stem}.json")).exists():
+                self._write(name, "")
+
     def wake(self) -> None:
         """Hand in soon what was noted."""
         if self._thread is None:

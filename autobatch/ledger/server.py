@@ -101,8 +101,8 @@ class Server:
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         try:
             connection.request(method, f"{parts.path}/api/v1{path}", body, headers)
-            response = connection.getresponse()
-            return response.status, _read_within(response, deadline)
+            with connection.getresponse() as response:
+                return response.status, _read_within(response, deadline)
         finally:
             connection.close()
 

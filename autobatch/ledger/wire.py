@@ -18,6 +18,7 @@ from autobatch.memory.nvml import query
 from autobatch.plan import Plan
 from autobatch.records import DeviceInfo
 from autobatch.service.records import (
+    MOST_POINTS,
     MOST_SETBACKS,
     CardReading,
     PlanIn,
@@ -67,7 +68,7 @@ def _step_of(plan: Plan) -> str:
 
 def describe_forecast(plan: Plan, points: Iterable[tuple[int, int]]) -> PredictionIn:
     """Return the prediction from which the search for this plan began: bytes by size."""
-    predicted = tuple(PredictedPoint(size=size, reserved_bytes=held) for size, held in sorted(points))
+    predicted = tuple(PredictedPoint(size=size, reserved_bytes=held) for size, held in sorted(points)[:MOST_POINTS])
     fitting = [point.size for point in predicted if point.reserved_bytes <= plan.limit_bytes]
     return PredictionIn(
         id=plan_id(plan),
