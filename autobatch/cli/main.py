@@ -31,7 +31,8 @@ MODULE:FUNCTION names a function of yours without arguments, such as train:make 
 what autobatch.fit takes: model, and whichever of batch, step, optimizer, weigh ... it needs.
 
 Exit codes: 0 done; 1 done, and the answer is no (does not fit, not exact, something is wrong, plans differ); 2 the
-command line or what it names cannot mean anything. Errors in your own code come out with their traceback.
+command line or what it names cannot mean anything; 3 gate found that the job does not fit. Errors in your own code come
+out with their traceback.
 """
 
 app = typer.Typer(
@@ -127,6 +128,8 @@ _SOURCE = typer.Argument(metavar="MODULE:FUNCTION", help="A function of yours, s
 _TARGET = _option("--target", "N", "Samples that one optimizer step should see.", min=1)
 _PLAN = typer.Argument(metavar="ID|FILE", help="The beginning of a plan's id, or a file it was saved to.")
 _SAVE = _option("--save", "FILE", "Write the plan as JSON.")
+_WORLD_SIZE = _option("--world-size", "N", "Ranks that share the target; default: one.", min=1)
+_DATA_PARALLEL = typer.Option(help="How they share the model: each has all of it (ddp), or a shard (fsdp2).")
 _EXPLAIN = typer.Option("--explain", help="Print the whole story.")
 
 
@@ -187,13 +190,8 @@ def predict(
     target_batch: Annotated[int | None, _TARGET] = None,
     gpu: Annotated[list[str] | None, _option("--gpu", "NAME", "Such as L4 or 24GiB; default: the one here.")] = None,
     all_cards: Annotated[bool, typer.Option("--all", help="Every card that is known, in one table.")] = False,
-    world_size: Annotated[
-        int | None, _option("--world-size", "N", "Ranks that share the target; default: one.", min=1)
-    ] = None,
-    data_parallel: Annotated[
-        Literal["ddp", "fsdp2"] | None,
-        typer.Option(help="How they share the model: each has all of it (ddp), or a shard (fsdp2)."),
-    ] = None,
+    world_size: Annotated[int | None, _WORLD_SIZE] = None,
+    data_parallel: Annotated[Literal["ddp", "fsdp2"] | None, _DATA_PARALLEL] = None,
     margin: Annotated[
         float | None, _option("--margin", "SHARE", "Left free on top of the prediction, such as 0.1.")
     ] = None,
@@ -202,6 +200,7 @@ def predict(
     ] = False,
     explain: Annotated[bool, _EXPLAIN] = False,
     save: Annotated[str | None, _SAVE] = None,
+    share: Annotated[bool, typer.Option("--share", help="Hand the prediction in to AUTOBATCH_SERVER.")] = False,
 ) -> Answer:
     """Predict what fits a card that need not be here; nothing is run. Exit code 1 if not even one sample fits."""
     sources = [word for word in words or [] if ":" in word]
@@ -215,7 +214,39 @@ def predict(
     import_torch()
     from autobatch.cli.model_commands import predict_model  # noqa: PLC0415
 
-    return predict_model(sources[0], cards, options, explain=explain, save=save)
+    return predict_model(sources[0], cards, options, explain=explain, save=save, share=share)
+
+
+@_command
+def gate(
+    *,
+    source: Annotated[str, _SOURCE],
+    gpu: Annotated[str, _option("--gpu", "NAME", "The card that the job will get, such as H100-80GB or 24GiB.")],
+    target_batch: Annotated[int | None, _TARGET] = None,
+    limit: Annotated[
+        str | None, _option("--limit", "SIZE", "Bytes that the job may take, such as 76GiB; default: all.")
+    ] = None,
+    world_size: Annotated[int | None, _WORLD_SIZE] = None,
+    data_parallel: Annotated[Literal["ddp", "fsdp2"] | None, _DATA_PARALLEL] = None,
+) -> Answer:
+    """Say whether a job fits, by the team's own errors of prediction. Exit code 3 if it does not."""
+    options: dict[str, Any] = {"target_batch": target_batch, "gpu": gpu}
+    options |= {"world_size": world_size, "data_parallel": data_parallel}
+    import_torch()
+    from autobatch.cli.model_commands import ask_gate  # noqa: PLC0415
+
+    return ask_gate(source, options, limit)
+
+
+@_command
+def push(
+    *,
+    paths: Annotated[bool, typer.Option("--paths", help="Leave paths in the warnings of plans.")] = False,
+) -> Answer:
+    """Hand in all plans and runs that are stored here to AUTOBATCH_SERVER. Each is stored there once."""
+    from autobatch.cli.team import push_ledger  # noqa: PLC0415
+
+    return push_ledger(paths=paths)
 
 
 @_command

@@ -1,4 +1,4 @@
-"""Plans, predicts and verifies for a model that the command line names: ``autobatch fit``, ``predict``, ``verify``.
+"""Plans, predicts and verifies a model that the command line names: ``fit``, ``predict``, ``gate`` and ``verify``.
 
 ``fit``, ``predict`` and ``verify`` check the values. Errors of the user's code come out unchanged.
 """
@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from autobatch._arguments import parse_bytes
 from autobatch._formatting import show_value
 from autobatch.cli.output import DONE, NO, Answer, check_folder, refusals_of, save_plan
+from autobatch.cli.team import describe_judgement, find_server, judge, share_predictions
 from autobatch.errors import InvalidArgument
 from autobatch.exactness.verification import verify
 from autobatch.fitting.fit import fit
@@ -49,9 +51,11 @@ def fit_model(source: str, options: Mapping[str, Any], *, explain: bool, save: s
 
 
 def predict_model(
-    source: str, cards: Sequence[str], options: Mapping[str, Any], *, explain: bool, save: str | None
+    source: str, cards: Sequence[str], options: Mapping[str, Any], *, explain: bool, save: str | None, share: bool
 ) -> Answer:
     check_folder("--save", save)
+    if share:
+        find_server("--share")
     all_cards = bool(options["all_cards"])
     if save and len(cards) > 1:
         raise InvalidArgument(f"--save writes one plan, and {len(cards)} cards were named")
@@ -67,13 +71,24 @@ def predict_model(
         if not plans:
             raise InvalidArgument(f"nothing to save in {save}: not even one sample fits {predictions[0].gpu.name}")
         save_plan(plans[0], save)
+    shared = [share_predictions(predictions)] if share else []
     if explain:
         text = "\n\n".join(prediction.explain() for prediction in predictions)
     elif all_cards:
         text = _with_changes(predictions[0].explain_cards(), predictions[0])
     else:
         text = "\n".join(map(_summarise, predictions))
-    return Answer([text], predictions, DONE if plans else NO)
+    return Answer([text, *shared], predictions, DONE if plans else NO)
+
+
+def ask_gate(source: str, options: Mapping[str, Any], limit: str | None) -> Answer:
+    limit_bytes = None if limit is None else parse_bytes("--limit", limit)
+    arguments = _load(source, predict) | _given(options) | _without_doubles()
+    prediction = predict(**arguments)
+    answer = judge(prediction, limit_bytes)
+    if not answer.fits:  # only now: what would help takes several times as long
+        answer = judge(predict(**arguments, what_if=True), limit_bytes)
+    return describe_judgement(answer, prediction.gpu.name)
 
 
 def verify_model(source: str) -> Answer:

@@ -28,8 +28,8 @@ _STYLES = {"WRONG": "bold red", "beware": "yellow", "fine": "green"}
 _GAP = 2
 _WIDE = 200  # columns of a table that goes to a pipe or a file: no row should be folded there
 
-DONE, NO, USAGE = 0, 1, 2
-"""Exit codes: done; done and the answer is no; the command line cannot be understood."""
+DONE, NO, USAGE, TOO_LARGE = 0, 1, 2, 3
+"""Exit codes: done; done and the answer is no; the command line cannot be understood; the gate is closed."""
 
 
 @contextmanager

@@ -146,9 +146,10 @@ def predict(
         if parallelism is not None:
             prediction = _share(prediction, parallelism, shares, model)
         changes = try_changes(workload, example.layout, sizing, circumstances, hooks) if what_if else ()
-    known, seconds = identify_step(workload, example.layout), time.perf_counter() - started
+    known = {"model": type(unwrap_model(workload.model)).__name__, "step": identify_step(workload, example.layout)}
+    seconds = time.perf_counter() - started
     plan = prediction.plan and prediction.plan.model_copy(update={"seconds": seconds})
-    return prediction.model_copy(update={"changes": changes, "seconds": seconds, "plan": plan, "step": known})
+    return prediction.model_copy(update={"changes": changes, "seconds": seconds, "plan": plan, **known})
 
 
 def _find_sizing(
