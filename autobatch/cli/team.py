@@ -97,7 +97,11 @@ def describe_prediction(prediction: PredictionRecord) -> PredictionIn:
 
 def judge(prediction: PredictionRecord, limit_bytes: int | None) -> GateAnswer:
     """Ask the server whether a step fits; without one that answers, judge by the prediction's own margin."""
-    question = GateQuestion(prediction=describe_prediction(prediction), limit_bytes=limit_bytes)
+    described = describe_prediction(prediction)
+    if limit_bytes is not None:  # what fits after a change was judged by the whole card
+        remedies = tuple(one.model_copy(update={"micro_batch_size": 0}) for one in described.remedies)
+        described = described.model_copy(update={"remedies": remedies})
+    question = GateQuestion(prediction=described, limit_bytes=limit_bytes)
     server = Server.named()
     if server is not None:
         try:
