@@ -17,7 +17,7 @@ from autobatch.ledger.courier import Courier
 from autobatch.ledger.ledger import find_home
 from autobatch.ledger.server import Refused, Server, ServerAway
 from autobatch.ledger.wire import cut, host_name
-from autobatch.prediction.record import PredictionRecord
+from autobatch.prediction.prediction import Prediction
 from autobatch.service.comparison import decide
 from autobatch.service.records import GateAnswer, GateQuestion, PredictedPoint, PredictionIn, Remedy
 
@@ -49,7 +49,7 @@ def push_ledger(*, paths: bool) -> Answer:
     return Answer([text], {"server": server.url, "handed_in": done})
 
 
-def share_predictions(predictions: Sequence[PredictionRecord]) -> str:
+def share_predictions(predictions: Sequence[Prediction]) -> str:
     """Hand in predictions, or keep them for later; return a line about that."""
     server = find_server("--share")
     described = [describe_prediction(prediction) for prediction in predictions]
@@ -64,7 +64,7 @@ def share_predictions(predictions: Sequence[PredictionRecord]) -> str:
     return f"shared with {server.url}"
 
 
-def describe_prediction(prediction: PredictionRecord) -> PredictionIn:
+def describe_prediction(prediction: Prediction) -> PredictionIn:
     """Return what a server needs of a prediction; the same prediction has the same id."""
     plan, gpu = prediction.plan, prediction.gpu
     fields: dict[str, Any] = {
@@ -95,7 +95,7 @@ def describe_prediction(prediction: PredictionRecord) -> PredictionIn:
     return PredictionIn(id=hashlib.sha256(repr(fields).encode()).hexdigest()[:32], made_at=time.time(), **fields)
 
 
-def judge(prediction: PredictionRecord, limit_bytes: int | None) -> GateAnswer:
+def judge(prediction: Prediction, limit_bytes: int | None) -> GateAnswer:
     """Ask the server whether a step fits; without one that answers, judge by the prediction's own margin."""
     described = describe_prediction(prediction)
     if limit_bytes is not None:  # what fits after a change was judged by the whole card
