@@ -15,6 +15,7 @@ from autobatch._formatting import format_bytes, plural
 from autobatch.cli.environment import Environment, read_environment
 from autobatch.cli.output import DONE, NO, Answer, Table
 from autobatch.cli.plans import find_fault
+from autobatch.errors import InvalidArgument
 from autobatch.torch_internals import OLDEST, OLDEST_TO_PREDICT, format_release, read_release
 
 _LEVELS = ("wrong", "beware", "fine")
@@ -40,7 +41,7 @@ _wrong, _beware, _fine = partial(Finding, "wrong"), partial(Finding, "beware"), 
 
 
 def check_machine() -> Answer:
-    environment = read_environment(os.environ, *find_fault())
+    environment = read_environment(os.environ, *find_fault()).model_copy(update=_ask_server())
     findings = examine(environment)
     rows = [
         (
@@ -51,6 +52,24 @@ def check_machine() -> Answer:
     ]
     data = {"findings": findings, "environment": environment}
     return Answer([Table(rows)], data, NO if findings[0].level == "wrong" else DONE)
+
+
+def _ask_server() -> dict[str, str]:
+    """Ask the team's server, if there is one, as whom it knows us."""
+    if not os.environ.get("AUTOBATCH_SERVER", "").strip():
+        return {}
+    from autobatch.cli.team import find_server  # noqa: PLC0415 - most users have none
+    from autobatch.ledger.server import Refused, ServerAway  # noqa: PLC0415
+
+    try:
+        server = find_server("doctor")
+        me = server.ask_in_time("GET", "/me")
+        known = f"{server.url}, as {me['name']} ({me['role']})"
+        return {"server": known, "server_error": "the token may only read" if me["role"] == "reader" else ""}
+    except (InvalidArgument, ServerAway) as error:
+        return {"server_error": str(error)}
+    except (Refused, KeyError, TypeError):
+        return {"server_error": "it is another server"}
 
 
 def examine(environment: Environment) -> list[Finding]:
@@ -64,6 +83,7 @@ def examine(environment: Environment) -> list[Finding]:
         *_check_cards(environment),
         *_check_host(environment),
         *_check_ledger(environment),
+        *_check_server(environment),
     ]
     return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
 
@@ -211,3 +231,11 @@ def _check_ledger(found: Environment) -> Iterator[Finding]:
         yield judge(what, "set AUTOBATCH_HOME to a folder that can be written to")
     else:
         yield _fine(f"plans are stored in {found.home}")
+
+
+def _check_server(found: Environment) -> Iterator[Finding]:
+    if found.server_error:
+        what = f"plans and runs cannot be handed in to AUTOBATCH_SERVER: {found.server_error}"
+        yield _beware(what, "check AUTOBATCH_SERVER and AUTOBATCH_TOKEN; an admin makes a token that may write")
+    elif found.server:
+        yield _fine(f"plans and runs are handed in to {found.server}")

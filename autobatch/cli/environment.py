@@ -47,6 +47,8 @@ class Environment(Record):
     shared_memory_bytes: int  # size of /dev/shm, through which loader processes pass batches; 0 if there is none
     home: str  # folder of the ledger
     ledger_error: str  # reason why nothing can be stored
+    server: str = ""  # address of the team's server, and name and role of the token there
+    server_error: str = ""  # reason why nothing can be handed in
 
 
 def read_environment(environment: Mapping[str, str], home: str, ledger_error: str) -> Environment:

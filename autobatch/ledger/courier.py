@@ -1,14 +1,14 @@
 """Hands in to the team's server what it lacks, from the files of the ledger.
 
-    outbox/plans.FINGERPRINT.ID.json    an empty mark: the server lacks this plan
-    outbox/runs.PLAN.RUN.json           the run as it began, and the number of its next summary; empty: not read yet
-    outbox/predictions.ID.json          a prediction; the ledger has no other copy
+    outbox/plans.FINGERPRINT.ID.json    empty: the server lacks this plan.
+    outbox/runs.PLAN.RUN.json           the run as it began, and the number of its next summary. Empty: none was sent.
+    outbox/predictions.ID.json          a prediction, of which the ledger has no other copy.
 
-Each record has an id, under which the server takes it once. So a mark is deleted after the answer, and a process that
-is killed in between leaves a mark that another process, or ``autobatch push``, hands in again.
+The server takes each record once, by its id. A mark is deleted after the answer. So if a process is killed before that,
+another process or ``autobatch push`` hands its records in again.
 
-One daemon thread of the process does all that. It starts when there is something to hand in, and the training waits for
-it once: up to a second at the end of the process, if the server has answered before.
+One daemon thread does all that. It starts when there is something to hand in. The end of the process waits for it up to
+a second, if the server has answered before.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run
-from autobatch.ledger.server import Refused, Server, ServerAway
+from autobatch.ledger.server import Server, ServerAway
 from autobatch.ledger.store import Store, runs_id, warn_once
 from autobatch.ledger.wire import Summaries, describe_plan, describe_run, read_cards
 from autobatch.plan import Plan
@@ -130,7 +129,7 @@ class Courier:
         )
 
     def hand_in(self, *, everything: bool = False) -> int:
-        """Hand in what this process has noted and what others have left; return the number of records that are done.
+        """Hand in the marks of this process and old ones of others; return how many are done.
 
         Raises:
             ServerAway: The server cannot be reached; the rest stays in the outbox.
@@ -140,12 +139,12 @@ class Courier:
             if everything or name in self._own or age_s > _FOREIGN_S:
                 try:
                     count += self._hand_in(name, age_s)
-                except (Refused, ValidationError, InvalidArgument) as error:  # another attempt would end like this one
-                    self._drop(name)
-                    warn_once("refused", f"the server does not take a record of {name}: {error}; it is left out")
-                except ServerAway:
+                except (ServerAway, OSError):
                     self._followed.clear()  # summaries that were not sent are read again
                     raise
+                except Exception as error:  # noqa: BLE001 - refused, or damaged: another attempt would end like this one
+                    self._drop(name)
+                    warn_once("refused", f"the server does not take a record of {name}: {error}; it is left out")
         return count
 
     def end(self) -> None:
@@ -206,9 +205,8 @@ class Courier:
             if kind == "runs":
                 return self._hand_in_run(name, *rest)
             if kind == "plans":
-                body: Record = describe_plan(
-                    Plan.load(self._home / kind / rest[0] / f"{rest[1]}.json"), paths=self.paths
-                )
+                plan = Plan.load(self._home / kind / rest[0] / f"{rest[1]}.json")
+                body: Record = describe_plan(plan, paths=self.paths)
             else:
                 body = PredictionIn.model_validate_json((self._outbox / name).read_bytes())
         except FileNotFoundError:  # it is not written yet, or the user has deleted it

@@ -24,7 +24,7 @@ _NEVER = {400, 404, 409, 413, 422}  # these records will not be taken at any tim
 
 
 class ServerAway(Exception):
-    """The server did not answer, or not as one of ours does; a later attempt may succeed."""
+    """The server did not answer, or its answer cannot be used; a later attempt may succeed."""
 
 
 class Refused(Exception):
@@ -59,7 +59,7 @@ class Server:
         """Return the answer, read from JSON.
 
         Raises:
-            ServerAway: There is no answer that can be used.
+            ServerAway: The server did not answer, or its answer cannot be used.
             Refused: The server refuses this body for good.
         """
         try:
@@ -76,7 +76,7 @@ class Server:
         raise ServerAway(f"it answered {status}")
 
     def ask_in_time(self, method: str, path: str, body: bytes | None = None, *, seconds: float = TIMEOUT_S) -> Any:
-        """Ask in a thread that is left alone after so many seconds: no socket option bounds the search for a name."""
+        """Ask in a thread, and leave it alone after so many seconds: a look-up of a name has no timeout."""
         answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
 
         def ask() -> None:

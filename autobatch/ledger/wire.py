@@ -30,6 +30,7 @@ from autobatch.service.records import (
 )
 
 SUMMARY_S = 30.0
+_LATE = 0.2  # of it: a line may be written so long after its time
 _PATH = re.compile(r"""(['"])[^'"]*[/\\][^'"]*\1|\S*[/\\]\S*""")
 _STEP = re.compile(r"[0-9a-f]{32}")  # a fingerprint, whose first half is the step's
 
@@ -87,7 +88,7 @@ def describe_forecast(plan: Plan, points: Iterable[tuple[int, int]]) -> Predicti
 
 
 def describe_run(plan: Plan, run: Run, device: DeviceInfo | None = None) -> RunIn:
-    """Return a run as it began; ``device`` is that of this process, if the run is its own."""
+    """Return a run as it began; ``device`` is the one of this process, and ``None`` for a run of another."""
     return RunIn(
         id=run.id,
         plan_id=run.plan_id,
@@ -165,7 +166,7 @@ class Summaries:
 
     def close(self, now: float) -> Iterator[RunSummary]:
         """Yield the last summary, if its half minute is over."""
-        if self.last is not None and self._window_of(self.last) < int((now - self._started_at) / SUMMARY_S):
+        if self.last is not None and self._window_of(self.last) < int((now - self._started_at) / SUMMARY_S - _LATE):
             yield from self.finish()
 
     def finish(self) -> Iterator[RunSummary]:

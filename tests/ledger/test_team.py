@@ -366,6 +366,18 @@ def test_a_record_that_the_server_refuses_is_left_out(team, tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
+def test_a_damaged_mark_costs_itself(team, tmp_path, caplog):
+    """Those after it are handed in."""
+    courier = Courier(tmp_path, Server.named())
+    Store(tmp_path).add_plan(make_plan("zz"))
+    courier.note_plan(make_plan("zz"))
+    for name in ("a.json", "runs.json", "plans.a.b.c.d.json", "predictions.p.json", "runs.a.b.json"):
+        (tmp_path / "outbox" / name).write_bytes(b"\xff{")
+    assert courier.hand_in(everything=True) == 1
+    assert ([*team.plans], len(caplog.records)) == (["zz"], 1)
+    assert outbox(tmp_path) == ["plans.a.b.c.d.json"]  # of a plan that may still be written
+
+
 def test_a_wrong_token_loses_nothing(team, tmp_path, monkeypatch, caplog):
     """What was kept is handed in with the right one."""
     monkeypatch.setenv("AUTOBATCH_TOKEN", "abt_wrong")

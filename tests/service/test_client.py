@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from team_server import wait_for
 from torch import nn
 
 import autobatch
+from autobatch.cli.main import main
 from autobatch.cli.team import judge, share_predictions
 from autobatch.ledger import courier as courier_module
 from autobatch.ledger import store as store_module
@@ -95,6 +97,18 @@ def test_the_gate_follows_from_what_the_team_measured(server):
     answer = judge(prediction, None)
     assert answer.margin == pytest.approx(0.03, abs=1e-4)
     assert (answer.fits, answer.micro_batch_size) == (True, 1024)
+
+
+def test_the_doctor_asks_the_server(server, service, monkeypatch, capsys):
+    """As whom it knows us, and what is wrong with that."""
+    for token, text in [
+        (os.environ["AUTOBATCH_TOKEN"], f"handed in to {server.url}, as a writer (writer)"),
+        (service.tokens.create("a reader", "reader"), "the token may only read"),
+        ("abt_wrong", "it does not take AUTOBATCH_TOKEN"),
+    ]:
+        monkeypatch.setenv("AUTOBATCH_TOKEN", token)
+        main(["doctor"])
+        assert text in " ".join(capsys.readouterr().out.split())
 
 
 WRITER = """
