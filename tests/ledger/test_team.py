@@ -16,6 +16,7 @@ from team_server import TOKEN, serving_team, wait_for
 from torch import nn
 
 import autobatch
+from autobatch.events.run_history import Run
 from autobatch.ledger import courier as courier_module
 from autobatch.ledger import store as store_module
 from autobatch.ledger import wire
@@ -351,6 +352,30 @@ def test_a_run_arrives_whole_whoever_hands_it_in(team, tmp_path, monkeypatch, ki
         *((0, 2, 0), (1, 2, 0), (2, 4, 1)),  # step 2 was written with step 3
     ]
     assert team.ends[run].outcome == "finished"
+
+
+def test_live_summaries_are_those_of_the_whole_file(team, tmp_path, monkeypatch):
+    """However often a growing file is read: another process that goes on has the same numbers for the same steps."""
+    now = [1e9]
+    for name in ("time", "monotonic"):
+        monkeypatch.setattr(time, name, lambda: now[0])
+    monkeypatch.setattr(Courier, "wake", lambda self: None)
+    recorder = record(make_plan())
+    [courier] = courier_module._couriers.values()
+    for step in range(30):
+        now[0] += 7 if step != 20 else 700
+        recorder(retried(step) if step == 11 else finished(step))
+        if step % 3 == 0:
+            now[0] += 2
+            courier.hand_in()
+    del recorder
+    courier.hand_in()
+    [begun] = team.runs.values()
+    [path] = tmp_path.glob("runs/*/*.jsonl")
+    whole = wire.Summaries(begun)
+    expected = [one for line in path.read_bytes().splitlines() for one in whole.add(Run.model_validate_json(line))]
+    assert [one.model_copy(update={"cards": ()}) for one in team.summaries.values()] == [*expected, *whole.finish()]
+    assert (expected[-1].retries, len(expected) > 5, outbox(tmp_path)) == (0, True, [])
 
 
 def test_a_record_that_the_server_refuses_is_left_out(team, tmp_path, caplog):
