@@ -152,7 +152,8 @@ def serve(database_url: str, settings: Settings, announce: Callable[[Service, st
         AutobatchError: The database or the port cannot be used.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family)
+    # With the protocol named: else asyncio leaves out TCP_NODELAY, and each answer waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
