@@ -29,6 +29,8 @@ from autobatch.service.records import Id, Name, OptionalId
 
 _COOKIE_S = 30 * 24 * 3600
 _ENTRIES = 50
+_LIVE_S = 24 * 3600  # one that was killed longer ago is in the list of all
+_MOST_LIVE = 200
 _COLUMNS = 110  # of a comparison
 _drawing = threading.Lock()  # matplotlib has one style for all threads
 
@@ -66,9 +68,9 @@ def show_runs(
     model: Part = "",
     host: Part = "",
 ) -> Response:
-    live = [] if after or model or host else service.store.live_runs(0)[:200]
+    live = [] if after or model or host else service.store.live_runs(time.time() - _LIVE_S)[:_MOST_LIVE]
     cursor = read_cursor(after)
-    runs, following = service.store.list_runs(cursor, _ENTRIES, model=model, host=host, state="" if model else "ended")
+    runs, following = service.store.list_runs(cursor, _ENTRIES, model=model, host=host)
     more = _more(following, model=model, host=host)
     return _page(request, token, "runs.html", live=live, runs=runs, more=more, model=model, host=host)
 
