@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol
 
 from autobatch._bounds import Count
@@ -11,7 +12,8 @@ from autobatch._formatting import format_bytes, plural
 from autobatch.records import Record, Trial
 
 _LOG = logging.getLogger("autobatch")
-_failed: set[int] = set()
+_failed: list[Callable[[], Hook | None]] = []
+"""Hooks that have failed, as weak references. Each is logged once: an unreachable tracker fails in every step."""
 
 
 class Event(Record):
@@ -55,10 +57,17 @@ def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
         try:
             hook(event)
         except Exception as error:  # noqa: BLE001 - an error of a hook must not end the step
-            if id(hook) not in _failed:  # once for each hook: an unreachable tracker fails in every step
-                _failed.add(id(hook))
+            if not any(other() is hook for other in _failed):
+                _failed[:] = [other for other in _failed if other() is not None] + [_refer_to(hook)]
                 name = type(event).__name__
                 _LOG.error("hook %r failed on %s; its further failures are not logged", hook, name, exc_info=error)
+
+
+def _refer_to(hook: Hook) -> Callable[[], Hook | None]:
+    try:
+        return weakref.ref(hook)
+    except TypeError:  # a builtin, or an object with slots
+        return lambda: hook
 
 
 class StageBegan(Event):

@@ -253,7 +253,7 @@ class Probe:
             self._now.phase = "forward"
             terms, aux = read_output(self.workload.step(model, samples))  # not call_step, which runs this function
             if not self._leaves_are_known:
-                check_names(terms, self.workload.weights_of(self.example.batch, self.example.count))
+                check_names(terms, self.workload.weights_of(samples, size))
             if not self._is_warm:
                 self._now.after_forward = self.device.usage().allocated
             self._now.phase, passes_left = "backward", passes_left - 1

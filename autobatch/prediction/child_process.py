@@ -137,14 +137,15 @@ def _pack(function: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps((False, function()))
     except BaseException as error:  # noqa: BLE001 - raised again in the parent
-        parts = (type(error), error.args, vars(error))
         # Parts, if the constructor wants other arguments than the error keeps; some errors do not travel at all.
-        for answer in (error, parts):
+        for answer in (error, (type(error), error.args, vars(error))):
             with suppress(Exception):
                 packed = pickle.dumps((True, answer))
-                if repr(_join(pickle.loads(packed)[1])) == repr(error):  # noqa: S301 - our own
+                joined = _join(pickle.loads(packed)[1])  # noqa: S301 - our own
+                if answer is not error or repr(joined) == repr(error):
                     return packed
-        return pickle.dumps((True, InvalidArgument(f"{type(error).__name__}: {error}")))
+        said = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+        return pickle.dumps((True, InvalidArgument("; ".join(said))))
 
 
 def _join(answer: Any) -> BaseException:

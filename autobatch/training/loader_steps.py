@@ -153,8 +153,7 @@ def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout],
     is_first = not reading.has_begun
     with Agreement(ranks.channel, f"step {step}", ranks.number) as agreement:
         layouts = reading.take()
-        samples = count_samples(layouts)
-    gathered = agreement.gather("batches", samples=samples, first=is_first)
+        gathered = agreement.gather("batches", samples=count_samples(layouts), first=is_first)
     agreement.refuse_unlike(
         [one["first"] for one in gathered],
         "one rank begins a pass of run(loader), and another is in the middle of one: leave the loop at the same step "

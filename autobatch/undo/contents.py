@@ -11,8 +11,8 @@ import dataclasses
 import pickle
 import random
 import sys
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import ItemsView, Iterable
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -71,10 +71,11 @@ class Contents:
             if kind == "tensor":
                 tensors.append(value)
             elif kind == "container":
-                copy = dict(value) if isinstance(value, dict) else [*value]
+                copy = dict(_items_of(value)) if isinstance(value, dict) else [*value]
                 copies.append((value, copy))
                 if self._whole or len(copy) <= MOST_ENTRIES:
-                    waiting += copy.values() if type(copy) is dict else copy
+                    waiting += [key for key in copy if type(key) is not str]
+                    waiting += copy.values() if type(copy) is dict else ()
             elif kind == "module":
                 self.modules.append(value)
             elif kind == "value":
@@ -111,15 +112,23 @@ def find_parts(value: Any) -> list[Any]:
     if kind == "fields":
         return [vars(value)]
     if kind in ("container", "tuple"):
-        return [*value.values()] if isinstance(value, dict) else [*value]
+        return [part for item in _items_of(value) for part in item] if isinstance(value, dict) else [*value]
     return []
 
 
 def is_same(container: Any, copy: Any) -> bool:
     """Return whether a container holds the very objects that its copy holds, in the same order."""
-    if isinstance(container, dict) and not is_same([*container.values()], [*copy.values()]):
+    if len(container) != len(copy):
         return False
-    return len(container) == len(copy) and all(a is b for a, b in zip(container, copy, strict=True))
+    if isinstance(container, dict):
+        pairs = zip(_items_of(container), _items_of(copy), strict=True)
+        return all(key is old_key and value is old for (key, value), (old_key, old) in pairs)
+    return all(a is b for a, b in zip(container, copy, strict=True))
+
+
+def _items_of(container: dict[Any, Any]) -> ItemsView[Any, Any]:
+    """The entries as they lie there: a class of the user's, such as a cache, may count or drop what is read."""
+    return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
 
 
 def put_entries(container: Any, copy: Any) -> None:

@@ -7,6 +7,7 @@ are recorded too.
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ from autobatch.undo.contents import Contents, find_parts, is_same, put_entries
 _COUNT = len(vars(nn.Module()))
 """Number of the attributes that every module begins with; ``_modules`` is the last of them."""
 
+_TABLES = (dict, set, list, deque, bytearray)
 _PLAIN_TENSORS = frozenset((torch.Tensor, nn.Parameter))
 
 
@@ -80,8 +82,10 @@ class ModuleState:
 
     def _filled(self) -> list[Any]:
         """Tables of modules that were empty and are not any more."""
-        tables = [v for attributes in self._attributes for v in attributes.values() if isinstance(v, dict | set) and v]
-        return [table for table in tables if not self._contents.has(table)]
+        values = [
+            value for attributes in self._attributes for value in attributes.values() if isinstance(value, _TABLES)
+        ]
+        return [table for table in values if table and not self._contents.has(table)]
 
     def find_written(self) -> list[torch.Tensor]:
         """Tensors into which torch has counted a write; it counts none through ``.data`` and in inference mode."""

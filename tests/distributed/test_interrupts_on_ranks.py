@@ -106,6 +106,15 @@ def interrupt_where_another_fails():
     return failed, call(runner.step, batch)
 
 
+def interrupt_a_pass():
+    """What comes of Ctrl-C on one rank while the ranks say how many samples each has read, and the next step."""
+    *_, runner = make_training()
+    batch = make_batch(8, torch.float64)
+    with interrupted_after(1):
+        raised = call(list, runner.run([batch, batch]))
+    return raised, call(runner.step, batch)
+
+
 def fit(model):
     """A plan of this rank."""
     options = {"batch": make_batch(4, torch.float64), "step": mean_step, "check": None, "optimizer": None}
@@ -167,6 +176,7 @@ def run_all():
         **{f"step {name}": interrupt_a_step(count) for count, name in enumerate(IN_A_STEP, 1)},
         **{f"fit {name}": interrupt_fit(model, count) for count, name in enumerate(IN_FIT, 1)},
         "another": interrupt_where_another_fails(),
+        "pass": interrupt_a_pass(),
         "between": fail_between_blocks(model),
         "frozen": raise_in_a_step(FrozenError()),
         "silent": raise_in_a_step(SilentError()),
@@ -188,6 +198,13 @@ def results_of(name):
 
 UNDONE = "RankFailed: step 0 was undone on every rank, because it failed on one: rank 1: "
 WELL = ("none", False)
+
+
+def test_an_interrupt_while_a_pass_is_read_reaches_all_ranks():
+    """No rank waits for the one that was interrupted, and the next step succeeds."""
+    other, own = results_of("pass")
+    assert other == ((f"{UNDONE}KeyboardInterrupt", False), WELL)
+    assert own == (("KeyboardInterrupt", False), WELL)
 
 
 @pytest.mark.parametrize("place", ["open", "ready"])

@@ -255,6 +255,18 @@ def test_a_hook_that_fails_always_is_logged_once(caplog: pytest.LogCaptureFixtur
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 3
 
 
+def test_each_of_many_trackers_that_fail_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where a later one lies at the address of one that is gone, as in a sweep."""
+
+    class Tracker:
+        def log(self, event: Event) -> None:
+            raise ConnectionError("tracker is away")
+
+    for _ in range(20):
+        emit(FINISHED, [Tracker().log])
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 20
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_a_hook_may_stop_the_program(stop: type[BaseException]) -> None:
     """Ctrl-C and exit inside a hook are the user's will and go through."""

@@ -120,6 +120,30 @@ def test_what_could_not_be_checked_is_refused_where_exactness_is_asked_for(case)
     fit_unchecked(reason, RIGHT["plain"][0], lambda model, part: mean_step(model, part) * factor, None, batch)
 
 
+def test_a_term_that_only_some_samples_have_may_be_left_out_where_it_counts_0():
+    """A trial of two samples has none of it, and the micro-batches of the plan do."""
+    batch = make_batch(64)
+    has = (torch.arange(64) % 8 == 7).float()
+
+    def step(model, given):
+        output = model(given[0])
+        terms = {"all": output.square().mean()}
+        if given[1].any():
+            terms["some"] = (output.sum(1) * given[1]).sum() / given[1].sum()
+        return terms
+
+    plan = autobatch.fit(
+        Plain(torch.float32),
+        64,
+        batch=(batch[0], has),
+        step=step,
+        weigh=lambda given: {"all": len(given[0]), "some": float(given[1].sum())},
+        max_micro_batch=8,
+        check=None,
+    )
+    assert plan.micro_batch_sizes == (8,) * 8
+
+
 @pytest.mark.parametrize("check", ["warn", "raise", None])
 @pytest.mark.parametrize("names", [("a", "c"), ("a",), ("a", "b", "c")], ids=" ".join)
 def test_counts_of_terms_that_the_step_does_not_return_are_refused(names, check):

@@ -271,6 +271,10 @@ def raise_in_backward(error):
     return run
 
 
+class Sampler:
+    """Something of the user's in an error's arguments."""
+
+
 _ERRORS = [ValueError("labels"), OwnError(3, "damaged"), FileNotFoundError(2, "none", "a.png"), KeyboardInterrupt("k")]
 
 
@@ -288,6 +292,28 @@ def test_errors_of_the_users_step_come_out_as_they_were_raised(error, raise_in):
     assert getattr(caught.value, "filename", None) == getattr(error, "filename", None)
     (note,) = caught.value.__notes__
     assert re.search(rf"predict.* on tensors without memory; {re.escape(__file__)}:\d+: `raise error`$", note)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="traces fork on Linux only")
+def test_an_error_that_cannot_leave_its_process_is_named_with_its_line():
+    """A class that was made in a function is known nowhere else."""
+
+    class BadLabelError(ValueError):
+        pass
+
+    with pytest.raises(InvalidArgument, match=r"BadLabelError: label 7 of 5.*`raise error`") as caught:
+        autobatch.predict(
+            nn.Linear(16, 16), torch.zeros(2, 16), raise_in_forward(BadLabelError("label 7 of 5")), gpu="1GiB"
+        )
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="traces fork on Linux only")
+def test_an_error_with_an_object_of_the_users_comes_out_as_it_was_raised():
+    """The object's text has its address, which differs in each process."""
+    with pytest.raises(ValueError, match="Sampler object at") as caught:
+        autobatch.predict(nn.Linear(16, 16), torch.zeros(2, 16), raise_in_forward(ValueError(Sampler())), gpu="1GiB")
+    assert type(caught.value.args[0]) is Sampler
 
 
 def test_torchs_own_errors_come_out_as_they_were_raised():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -234,6 +235,62 @@ def test_named_objects_inside_lists_and_dicts_are_put_back():
     with pytest.raises(ValueError, match="planned"):
         runner.step(make_batch(8))
     assert (metric.count, inner.count) == (0, 0)
+
+
+def test_modules_that_are_keys_of_named_dicts_are_put_back():
+    """``keep=[{teacher: 0.9}]``."""
+    teacher = nn.Linear(2, 2)
+    teacher.count = 0
+
+    def change():
+        teacher.count += 1
+
+    _, runner = run_with([{teacher: 0.9}], change, fails=True)
+    with pytest.raises(ValueError, match="planned"):
+        runner.step(make_batch(8))
+    assert teacher.count == 0
+
+
+class Expiring(OrderedDict):
+    """A cache that counts what is read, and drops what has expired."""
+
+    reads = 0
+
+    def __getitem__(self, key):
+        self.reads += 1
+        del self[key]
+        raise KeyError(key)
+
+
+def test_recording_a_cache_reads_nothing_by_its_own_code():
+    """Neither a count nor an entry of it changes, and it is put back."""
+    model = nn.Linear(2, 2)
+    model.cache = Expiring({"prompt": 1})
+    point = Undo(model, CPU)
+    assert (model.cache.reads, list(OrderedDict.items(model.cache))) == (0, [("prompt", 1)])
+    model.cache["answer"] = 2
+    assert [*point.modules.find_changed()] == [model]
+    point.restore()
+    assert (model.cache.reads, list(OrderedDict.items(model.cache))) == (0, [("prompt", 1)])
+
+
+def test_empty_lists_of_a_module_with_fewer_tables_are_put_back():
+    """Its class sets them before ``super().__init__()``, and it was saved by a torch that had fewer tables."""
+
+    class Early(nn.Module):
+        def __init__(self):
+            self.first, self.second = [], []
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+    saved = {name: value for name, value in vars(Early()).items() if name != "_forward_hooks_always_called"}
+    del saved["_backward_pre_hooks"]
+    model = Early.__new__(Early)
+    model.__setstate__(saved)
+    point = Undo(model, CPU)
+    model.second.append(1)
+    point.restore()
+    assert model.second == []
 
 
 def test_a_put_that_raises_leaves_out_nothing_else():
