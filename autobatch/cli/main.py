@@ -5,20 +5,20 @@ A command's module is imported when the command runs, so ``--help`` and commands
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
 import typer.main
 
 from autobatch._version import __version__
+from autobatch.cli.declare import commands_of, option
 from autobatch.cli.output import NO, USAGE, Answer
+from autobatch.cli.serve_commands import serve_app
 from autobatch.errors import AutobatchError, InvalidArgument, NeedsBatch
 from autobatch.torch_internals import import_torch
 
@@ -72,39 +72,8 @@ def _describe_usage(error: Any) -> str:
     return f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help"
 
 
-def _shared(
-    *,
-    json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print each event on stderr.")] = False,
-) -> None:
-    """Declare the options of all commands, which ``main`` reads."""
-
-
-def _commands_of(group: typer.Typer) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
-    """Return a decorator that adds a command with the shared options to ``group``."""
-
-    def add(run: Callable[..., Answer]) -> Callable[..., Answer]:
-        name = run.__name__.split("_", maxsplit=1)[0]  # create_token is `autobatch serve token create`
-        group.command(name, help=run.__doc__)(_read(run))
-        return run
-
-    return add
-
-
-def _read(run: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:
-    """Return what typer calls: it has the options of ``run`` and the shared ones, and returns the call."""
-
-    def read(*, json: bool, verbose: bool, **options: Any) -> Callable[[], Answer]:
-        del json, verbose
-        return partial(run, **options)
-
-    parameters = [one for of in (run, _shared) for one in inspect.signature(of, eval_str=True).parameters.values()]
-    read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    read.__annotations__ = {**run.__annotations__, **_shared.__annotations__}
-    return read
-
-
-_command = _commands_of(app)
+app.add_typer(serve_app, name="serve")
+_command = commands_of(app)
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer passes it so
@@ -120,15 +89,11 @@ def _start(
     """Declare the option that needs no command."""
 
 
-def _option(name: str, metavar: str, text: str, **more: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, **more)
-
-
 _SOURCE = typer.Argument(metavar="MODULE:FUNCTION", help="A function of yours, such as train:make.")
-_TARGET = _option("--target", "N", "Samples that one optimizer step should see.", min=1)
+_TARGET = option("--target", "N", "Samples that one optimizer step should see.", min=1)
 _PLAN = typer.Argument(metavar="ID|FILE", help="The beginning of a plan's id, or a file it was saved to.")
-_SAVE = _option("--save", "FILE", "Write the plan as JSON.")
-_WORLD_SIZE = _option("--world-size", "N", "Ranks that share the target; default: one.", min=1)
+_SAVE = option("--save", "FILE", "Write the plan as JSON.")
+_WORLD_SIZE = option("--world-size", "N", "Ranks that share the target; default: one.", min=1)
 _DATA_PARALLEL = typer.Option(help="How they share the model: each has all of it (ddp), or a shard (fsdp2).")
 _EXPLAIN = typer.Option("--explain", help="Print the whole story.")
 
@@ -155,12 +120,12 @@ def fit(
     source: Annotated[str, _SOURCE],
     target_batch: Annotated[int | None, _TARGET] = None,
     budget: Annotated[
-        str | None, _option("--budget", "SIZE", "What the process may hold, such as 8GiB; default: all free.")
+        str | None, option("--budget", "SIZE", "What the process may hold, such as 8GiB; default: all free.")
     ] = None,
     headroom: Annotated[
-        str | None, _option("--headroom", "SIZE", "Left free of it: a size, or a fraction such as 0.1.")
+        str | None, option("--headroom", "SIZE", "Left free of it: a size, or a fraction such as 0.1.")
     ] = None,
-    max_micro_batch: Annotated[int | None, _option("--max-micro-batch", "N", "Never try more samples.", min=1)] = None,
+    max_micro_batch: Annotated[int | None, option("--max-micro-batch", "N", "Never try more samples.", min=1)] = None,
     objective: Annotated[
         Literal["throughput", "memory"] | None,
         typer.Option(help="The fewest steps, or the smallest micro-batch within 2 percent of the best rate."),
@@ -188,12 +153,12 @@ def predict(
         typer.Argument(metavar="MODULE:FUNCTION [NAME]...", help="A function of yours; cards may follow --gpu NAME."),
     ] = None,
     target_batch: Annotated[int | None, _TARGET] = None,
-    gpu: Annotated[list[str] | None, _option("--gpu", "NAME", "Such as L4 or 24GiB; default: the one here.")] = None,
+    gpu: Annotated[list[str] | None, option("--gpu", "NAME", "Such as L4 or 24GiB; default: the one here.")] = None,
     all_cards: Annotated[bool, typer.Option("--all", help="Every card that is known, in one table.")] = False,
     world_size: Annotated[int | None, _WORLD_SIZE] = None,
     data_parallel: Annotated[Literal["ddp", "fsdp2"] | None, _DATA_PARALLEL] = None,
     margin: Annotated[
-        float | None, _option("--margin", "SHARE", "Left free on top of the prediction, such as 0.1.")
+        float | None, option("--margin", "SHARE", "Left free on top of the prediction, such as 0.1.")
     ] = None,
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Also trace what would help; takes several times as long.")
@@ -221,10 +186,10 @@ def predict(
 def gate(
     *,
     source: Annotated[str, _SOURCE],
-    gpu: Annotated[str, _option("--gpu", "NAME", "The card that the job will get, such as H100-80GB or 24GiB.")],
+    gpu: Annotated[str, option("--gpu", "NAME", "The card that the job will get, such as H100-80GB or 24GiB.")],
     target_batch: Annotated[int | None, _TARGET] = None,
     limit: Annotated[
-        str | None, _option("--limit", "SIZE", "Bytes that the job may take, such as 76GiB; default: all.")
+        str | None, option("--limit", "SIZE", "Bytes that the job may take, such as 76GiB; default: all.")
     ] = None,
     world_size: Annotated[int | None, _WORLD_SIZE] = None,
     data_parallel: Annotated[Literal["ddp", "fsdp2"] | None, _DATA_PARALLEL] = None,
@@ -261,9 +226,9 @@ def verify(*, source: Annotated[str, _SOURCE]) -> Answer:
 @_command
 def plans(
     *,
-    model: Annotated[str | None, _option("--model", "TEXT", "Only those with this in their model's class.")] = None,
-    device: Annotated[str | None, _option("--device", "TEXT", "Only those with this in their device's name.")] = None,
-    limit: Annotated[int, _option("--limit", "N", "At most so many.", min=1)] = 20,
+    model: Annotated[str | None, option("--model", "TEXT", "Only those with this in their model's class.")] = None,
+    device: Annotated[str | None, option("--device", "TEXT", "Only those with this in their device's name.")] = None,
+    limit: Annotated[int, option("--limit", "N", "At most so many.", min=1)] = 20,
 ) -> Answer:
     """List the plans that were stored, the newest first."""
     from autobatch.cli.plans import list_plans  # noqa: PLC0415
@@ -305,104 +270,13 @@ def report(
 def forget(
     *,
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="The beginnings of their ids.")] = None,
-    older_than: Annotated[float | None, _option("--older-than", "DAYS", "All not stored or used since.")] = None,
+    older_than: Annotated[float | None, option("--older-than", "DAYS", "All not stored or used since.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
 ) -> Answer:
     """Delete plans with their runs."""
     from autobatch.cli.plans import delete  # noqa: PLC0415
 
     return delete(ids or [], older_than, everything=everything)
-
-
-_serve_app = typer.Typer(help="Run the service of a team, and make its tokens and backups.")
-_token_app = typer.Typer(help="Make, list and revoke the tokens that clients and browsers need.")
-_serve_app.add_typer(_token_app, name="token")
-app.add_typer(_serve_app, name="serve")
-_DATABASE = _option(
-    "--database",
-    "URL",
-    "sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME; default: AUTOBATCH_DATABASE, or a file beside the ledger.",
-)
-_NAME = _option("--name", "NAME", "Name of the token.")
-
-
-@_serve_app.callback(invoke_without_command=True)
-def _serve(
-    context: typer.Context,
-    *,
-    database: Annotated[str | None, _DATABASE] = None,
-    host: Annotated[str, _option("--host", "ADDRESS", "Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, _option("--port", "N", "Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8765,
-    is_open: Annotated[
-        bool, typer.Option("--open", help="Let anyone on this machine read and write without a token.")
-    ] = False,
-    allow_host: Annotated[
-        list[str] | None, _option("--allow-host", "NAME", "A name that browsers and clients call this server by.")
-    ] = None,
-    webhook: Annotated[str | None, _option("--webhook", "URL", "Where alerts are sent to, as JSON.")] = None,
-    rate: Annotated[float, _option("--rate", "N", "Requests a second that one address may make.", min=1)] = 1000.0,
-) -> Callable[[], Answer] | None:
-    """Run the service until Ctrl-C. Needs pip install 'torch-autobatch[serve]'."""
-    if context.invoked_subcommand is not None:
-        if database is not None:
-            raise InvalidArgument(f"pass --database after serve {context.invoked_subcommand}")
-        return None
-    from autobatch.cli.serve import run_server  # noqa: PLC0415 - --help needs none of these
-
-    return partial(
-        run_server, database, host, port, is_open=is_open, allowed=allow_host or [], webhook=webhook, rate=rate
-    )
-
-
-@_commands_of(_token_app)
-def create_token(
-    *,
-    name: Annotated[str, _NAME],
-    role: Annotated[
-        Literal["reader", "writer", "admin"],
-        typer.Option(help="Look; hand in as well; or do all, such as forget plans."),
-    ] = "reader",
-    database: Annotated[str | None, _DATABASE] = None,
-) -> Answer:
-    """Make a token and print it, once."""
-    from autobatch.cli import serve as service  # noqa: PLC0415
-
-    return service.create_token(database, name, role)
-
-
-@_commands_of(_token_app)
-def list_tokens(*, database: Annotated[str | None, _DATABASE] = None) -> Answer:
-    """List the tokens, without their text."""
-    from autobatch.cli import serve as service  # noqa: PLC0415
-
-    return service.list_tokens(database)
-
-
-@_commands_of(_token_app)
-def revoke_token(*, name: Annotated[str, _NAME], database: Annotated[str | None, _DATABASE] = None) -> Answer:
-    """Revoke a token; it is refused from then on."""
-    from autobatch.cli import serve as service  # noqa: PLC0415
-
-    return service.revoke_token(database, name)
-
-
-_FILE = typer.Argument(metavar="FILE", help="A SQLite file.")
-
-
-@_commands_of(_serve_app)
-def backup(*, file: Annotated[str, _FILE], database: Annotated[str | None, _DATABASE] = None) -> Answer:
-    """Copy the database to a new file while the server runs. That file is a database that serve can use."""
-    from autobatch.cli import serve as service  # noqa: PLC0415
-
-    return service.back_up(database, file)
-
-
-@_commands_of(_serve_app)
-def restore(*, file: Annotated[str, _FILE], database: Annotated[str | None, _DATABASE] = None) -> Answer:
-    """Copy a backup to a database that has no rows yet, such as a new one of PostgreSQL."""
-    from autobatch.cli import serve as service  # noqa: PLC0415
-
-    return service.restore(database, file)
 
 
 @contextmanager

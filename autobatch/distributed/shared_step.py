@@ -172,12 +172,13 @@ class SharedStep:
             )
         return gathered
 
-    def end(self, *, micro_batch_size: int, retries: int, peak_bytes: int) -> tuple[RankStep, ...]:
+    def end(self, *, micro_batch_size: int, retries: int, peak_bytes: int, held_bytes: int) -> tuple[RankStep, ...]:
         """End the step on all ranks, after the update; return each rank's report, nothing if no sample counted."""
         if self._agreement.is_over:
             return ()
         self._block.enter_context(deferred_interrupts())  # until close(): the step has ended on all ranks
-        own = {"micro_batch_size": micro_batch_size, "retries": retries, "peak_bytes": peak_bytes}
+        own = {"micro_batch_size": micro_batch_size, "retries": retries}
+        own |= {"peak_bytes": peak_bytes, "held_bytes": held_bytes}
         seconds = self._ranks.own_time.read()
         gathered = self._agreement.gather(END, did={**own, "samples": self._own_samples, "seconds": seconds})
         return tuple(RankStep(rank=rank, **values["did"]) for rank, values in enumerate(gathered))

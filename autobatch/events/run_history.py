@@ -24,6 +24,7 @@ class StepTotals(Record):
         micro_batch_size: Most samples in a micro-batch.
         retries: Number of times that memory ran out.
         peak_bytes: Most bytes in tensors at once.
+        held_bytes: Most bytes that the allocator held at once; 0 if unknown.
         seconds: Duration.
     """
 
@@ -31,6 +32,7 @@ class StepTotals(Record):
     micro_batch_size: Count = 0
     retries: Count = 0
     peak_bytes: Bytes = 0
+    held_bytes: Bytes = 0
     seconds: Seconds = 0.0
 
 
@@ -130,6 +132,11 @@ class Run(Record):
         """Most bytes in tensors at once in any step, on any rank."""
         return max((part.peak_bytes for part in self.ranks or self.ranges), default=0)
 
+    @property
+    def held_bytes(self) -> int:
+        """Most bytes that the allocator held at once in any step, on any rank."""
+        return max((part.held_bytes for part in self.ranks or self.ranges), default=0)
+
 
 def add_up(parts: Sequence[StepTotals]) -> dict[str, Any]:
     return {
@@ -137,6 +144,7 @@ def add_up(parts: Sequence[StepTotals]) -> dict[str, Any]:
         "micro_batch_size": max(part.micro_batch_size for part in parts),
         "retries": sum(part.retries for part in parts),
         "peak_bytes": max(part.peak_bytes for part in parts),
+        "held_bytes": max(part.held_bytes for part in parts),
         "seconds": sum(part.seconds for part in parts),
     }
 

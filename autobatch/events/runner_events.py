@@ -215,6 +215,7 @@ class StepFinished(StepEvent):
         micro_batch_sizes: Sizes of the committed micro-batches.
         retries: Number of times that the step ran out of memory and began again.
         peak_bytes: Most bytes in tensors at once.
+        held_bytes: Most bytes that the allocator held at once; 0 if unknown.
         seconds: Wall time; on an asynchronous device this is the time to enqueue the work.
         budget_bytes: Bytes that the process may hold; 0 if unknown.
         ranks: Each rank's part of the step; empty with one rank.
@@ -227,6 +228,7 @@ class StepFinished(StepEvent):
     retries: int
     peak_bytes: int
     seconds: float
+    held_bytes: int = 0
     budget_bytes: int = 0
     ranks: tuple[RankStep, ...] = ()
     loss: Any = Field(default=None, exclude=True, repr=False)

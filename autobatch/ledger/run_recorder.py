@@ -81,6 +81,7 @@ class _RunFile:
             micro_batch_size=max(event.micro_batch_sizes, default=0),
             retries=event.retries,
             peak_bytes=event.peak_bytes,
+            held_bytes=event.held_bytes,
             seconds=event.seconds,
         )
         self._steps.append((part, event.ranks))

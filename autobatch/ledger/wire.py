@@ -97,7 +97,8 @@ def describe_run(plan: Plan, run: Run, device: DeviceInfo | None = None) -> RunI
         pid=run.pid,
         started_at=run.started_at,
         model=cut(plan.model),
-        step=_step_of(plan),
+        # With lengths a size counts samples of one length, which a prediction does not have.
+        step="" if plan.lengths else _step_of(plan),
         target_batch=plan.target_batch,
         world_size=plan.world_size,
         micro_batch_size=plan.micro_batch_size,
@@ -156,7 +157,7 @@ class Summaries:
         self._size = begun.micro_batch_size
         self._steps = self._samples = self._retries = self._size_changes = 0
         self._seconds = 0.0
-        self._at, self._peak, self._setbacks = 0.0, 0, list[Setback]()  # since the summary before
+        self._at, self._peak, self._held, self._setbacks = 0.0, 0, 0, list[Setback]()  # since the summary before
 
     def add(self, line: Run) -> Iterator[RunSummary]:
         """Add the next line of the file; yield the summary that is complete by that."""
@@ -191,7 +192,7 @@ class Summaries:
         self._seconds += sum(one.seconds for one in line.ranges)
         self._retries += line.retries
         self._size_changes += sum(one.kind == "size" for one in line.setbacks)
-        self._peak = max(self._peak, line.peak_bytes)
+        self._peak, self._held = max(self._peak, line.peak_bytes), max(self._held, line.held_bytes)
         self._setbacks.extend(line.setbacks)
         steps, setbacks = line.ranges[-1:], line.setbacks[-1:]
         if steps:
@@ -216,7 +217,8 @@ class Summaries:
             size_changes=self._size_changes,
             micro_batch_size=self._size,
             peak_bytes=self._peak,
+            held_bytes=self._held,
             setbacks=setbacks,
         )
-        self._number, self._at, self._peak, self._setbacks = self._number + 1, 0.0, 0, []
+        self._number, self._at, self._peak, self._held, self._setbacks = self._number + 1, 0.0, 0, 0, []
         return summary

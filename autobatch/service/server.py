@@ -24,9 +24,9 @@ from autobatch.service.api import Reader, This, router
 from autobatch.service.database import Busy, Database, describe_fault
 from autobatch.service.pages import LoginNeeded, show_error
 from autobatch.service.pages import router as page_router
+from autobatch.service.rows import NotFound
 from autobatch.service.shield import Shield, problem
 from autobatch.service.state import Service, Settings
-from autobatch.service.store import NotFound
 
 _LONGEST_DETAIL = 300
 _END_WITHIN_S = 5

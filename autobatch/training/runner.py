@@ -305,7 +305,7 @@ class StepRunner:
         if update and done.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
             self._events.report_earlier_gradients(step)
-        self._events.report_finished(step, result)
+        self._events.report_finished(step, result, self._memory.held_bytes)
         self._memory.after_step(self.steps, done.micro_batches)
         return result
 
@@ -326,7 +326,8 @@ class StepRunner:
 
     def _end(self, shared: SharedStep, done: AccumulationState | None) -> tuple[RankStep, ...]:
         sizes, retries = (done.micro_batch_sizes, done.retries) if done else ((), 0)
-        return shared.end(micro_batch_size=max(sizes, default=0), retries=retries, peak_bytes=self._memory.peak_bytes)
+        peaks = {"peak_bytes": self._memory.peak_bytes, "held_bytes": self._memory.held_bytes}
+        return shared.end(micro_batch_size=max(sizes, default=0), retries=retries, **peaks)
 
     def _read_norm(self, shared: SharedStep | None) -> torch.Tensor | None:
         source = shared if isinstance(shared, ShardedStep) else self._update

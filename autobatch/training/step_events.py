@@ -115,7 +115,7 @@ class StepEvents:
         short = isinstance(error, (DoesNotFit, CannotRetry))
         emit(StepFailed(step=step, reason=reason, out_of_memory=short, **self._of), self._hooks)
 
-    def report_finished(self, step: int, result: StepResult) -> None:
+    def report_finished(self, step: int, result: StepResult, held_bytes: int) -> None:
         """Report a step's numbers."""
         if self._hooks or logger.isEnabledFor(logging.DEBUG):
             finished = StepFinished(
@@ -123,6 +123,7 @@ class StepEvents:
                 micro_batch_sizes=result.micro_batch_sizes,
                 retries=result.retries,
                 peak_bytes=result.peak_bytes,
+                held_bytes=held_bytes,
                 seconds=result.seconds,
                 budget_bytes=self._plan.budget_bytes,
                 ranks=result.ranks,

@@ -40,7 +40,8 @@ class StepMemory:
     Attributes:
         pace: Size of the next micro-batches, and why; replaced whenever it changes.
         first_step: Number of the step at which the Runner began, or where a loaded state was.
-        peak_bytes: Peak of the last measured step, in bytes.
+        peak_bytes: Most bytes in tensors at once in the last measured step.
+        held_bytes: Most bytes that the allocator held at once in that step.
     """
 
     def __init__(self, plan: Plan, workload: Workload, device: Device, division: Division, events: StepEvents) -> None:
@@ -48,7 +49,7 @@ class StepMemory:
         self._division, self._events = division, events
         self._free = FreeMemory(plan, workload, device)
         self.pace = self.make_pace(plan.smallest_micro_batch)
-        self.first_step, self.peak_bytes, self._has_thrashed = 0, 0, False
+        self.first_step, self.peak_bytes, self.held_bytes, self._has_thrashed = 0, 0, 0, False
 
     def make_pace(self, smallest: int) -> Pace:
         """Return the pace of the first step, of micro-batches of at least so many samples.
@@ -89,7 +90,8 @@ class StepMemory:
             before = device.usage()
             yield
             usage = device.usage()
-        self.peak_bytes, self._has_thrashed = usage.peak_allocated, usage.alloc_retries > before.alloc_retries
+        self.peak_bytes, self.held_bytes = usage.peak_allocated, usage.peak_reserved
+        self._has_thrashed = usage.alloc_retries > before.alloc_retries
 
     def _look_ahead(self) -> Pace:
         """Return the pace for this step: smaller only if too little is free even after all caches are given back."""

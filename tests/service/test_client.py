@@ -10,6 +10,7 @@ import pytest
 import services
 import torch
 from ledgers import make_plan, start_process
+from sqlalchemy import select
 from team_server import wait_for
 from torch import nn
 
@@ -24,6 +25,7 @@ from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.server import Server
 from autobatch.ledger.store import Store
 from autobatch.records import Trial
+from autobatch.service.tables import PeakRow
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def make():
     return {"model": model, "step": step, "optimizer": optimizer}, torch.randn(1024, 64)
 
 
-def test_a_team_fits_once_and_sees_its_runs(server, tmp_path, monkeypatch, caplog):
+def test_a_team_fits_once_and_sees_its_runs(server, service, tmp_path, monkeypatch, caplog):
     """The second computer confirms the first one's plan; the run is there with its steps, its memory and its end."""
     caplog.set_level(logging.INFO, "autobatch")
     arguments, batch = make()
@@ -73,6 +75,12 @@ def test_a_team_fits_once_and_sees_its_runs(server, tmp_path, monkeypatch, caplo
     whole = server.ask("GET", f"/runs/{ended['id']}")
     assert (whole["summaries"][-1]["steps"], whole["run"]["state"]) == (4, "finished")
     assert 0 < whole["run"]["peak_bytes"] < 6 * 2**20
+    # Its peak is there to be put beside a prediction. On a CPU, what is counted is what is held.
+    held = max(one["held_bytes"] for one in whole["summaries"])
+    assert held == max(one["peak_bytes"] for one in whole["summaries"]) == whole["run"]["peak_bytes"]
+    with service.database.read() as connection:
+        [peak] = connection.execute(select(PeakRow).where(PeakRow.source_id == ended["id"]))
+    assert (peak.step, peak.size, peak.bytes) == (second.fingerprint[:16], second.micro_batch_size, held)
     [card] = [one["reading"] for one in server.ask("GET", "/cards")["cards"]]
     assert card["total_bytes"] > card["free_bytes"] > 0
     assert not [line for line in caplog.messages if "cannot be used" in line or "does not take" in line]

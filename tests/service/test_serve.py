@@ -68,7 +68,7 @@ def test_backup_and_restore_by_command(home, capsys, tmp_path):
     [
         ("--open", "--host", "0.0.0.0"),
         ("--webhook", "file:///etc/passwd"),
-        ("--database", "mysql://x"),
+        ("--port", "0", "--database", "mysql://x"),
         ("--database", "sqlite:///x", "token", "list"),
     ],
 )
