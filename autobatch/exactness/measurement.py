@@ -290,7 +290,6 @@ class Measurement:
             None if factor == 1 else lambda loss: loss * factor,
             records=False,
             owns_batches=True,
-            watched=2 if self.writes is None else 0,
         )
         try:
             with nullcontext() if self.writes is False else self.start.watch(tensors_of(self.layout.batch)):
