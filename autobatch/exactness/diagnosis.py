@@ -26,7 +26,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autobatch._user_errors import contextmanager
 from autobatch.batch.samples import Layout
 from autobatch.exactness.gradients import TOLERANCE, is_near, relate, sample_values
-from autobatch.exactness.loss_weights import EXPLAINS, NO_MEAN, error_of, explain_weighing, find_coupling
+from autobatch.exactness.loss_weights import (
+    EXPLAINS,
+    NO_MEAN,
+    error_of,
+    explain_weighing,
+    find_coupling,
+    run_every,
+)
 from autobatch.exactness.measurement import Measurement, Parts, ranges_of
 from autobatch.records import Verdict
 from autobatch.step.model_info import batch_norms_in_train_mode, blame_batch_norms, show_names
@@ -136,11 +143,12 @@ def _find_further_causes(measured: Measurement, partitions: Sequence[Parts]) -> 
 
 
 def _find_causes_in_loss(measured: Measurement, partitions: Sequence[Parts]) -> tuple[str, ...]:
-    if error_of(measured, partitions, sums=True) <= EXPLAINS:
+    every = run_every(measured, partitions)
+    if error_of(every, partitions, sums=True) <= EXPLAINS:
         return (_SUMMED,)
     if once := _find_added_terms(measured, partitions):
         return once
-    if cause_by_weight := explain_weighing(measured, partitions):
+    if cause_by_weight := explain_weighing(measured, every, partitions):
         return (cause_by_weight,)
     if _is_exact_in_pairs(measured):
         return (_PAIRED,)

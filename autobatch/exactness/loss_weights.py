@@ -122,14 +122,31 @@ def _find(path: str, node: Any, wanted: str) -> Any:
     return next((part for name, child in below if (part := _find(name, child, wanted)) is not None), None)
 
 
-def explain_weighing(measured: Measurement, partitions: Sequence[Parts]) -> str | None:
+def run_every(measured: Measurement, partitions: Sequence[Parts]) -> Measurement:
+    """Return a measurement that also runs parts that count for nothing, if the step can run them."""
+    rows = [rows for parts in partitions for rows in parts]
+    if not measured.states_counts and all(measured.alone(part) is not None for part in rows):
+        return measured
+    every, handled = measured.uncounted(), sys.exc_info()[1]
+    try:
+        for part in rows:
+            every.alone(part)
+    except Exception as error:
+        if isinstance(error, DoesNotFit) or is_oom(error, handled=handled):
+            raise
+        return measured
+    return every
+
+
+def explain_weighing(measured: Measurement, every: Measurement, partitions: Sequence[Parts]) -> str | None:
     """Say in one sentence that the loss is a mean over something else than is counted, and what to pass or return.
 
-    ``None`` if no weights give the whole gradient; "" if some do, and they depend on something unknown.
+    ``every`` also runs parts that count for nothing. ``None`` if no weights give the whole gradient; "" if some do, and
+    they depend on something unknown.
     """
     whole, weigh, states = measured.whole_values(), measured.workload.weigh, measured.states_counts
     passed = max(_relative(measured.values(parts), whole) for parts in partitions)
-    most = min(EXPLAINS, passed / _BETTER)
+    most, measured = min(EXPLAINS, passed / _BETTER), every
     # 1. Samples.
     if (weigh is not None or states) and error_of(measured, partitions) <= most:
         mend = "return the loss itself, or state the number of samples as its count" if states else "leave weigh= out"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from autobatch.exactness.gradients import TOLERANCE, Gradients, Scales, distance
 from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
 from autobatch.records import ModuleError
-from autobatch.step.losses import read_terms
+from autobatch.step.losses import Mean, read_terms
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation import Accumulation
 from autobatch.undo.module_state import ModuleState
@@ -113,6 +113,18 @@ class Measurement:
         """Return the same with the state rewound before each part; the whole, which is one part, stays as measured."""
         other = copy.copy(self)
         other.renews, other._measured = renews, {}  # noqa: SLF001 - of its own class
+        return other
+
+    def uncounted(self) -> Measurement:
+        """Return the same with samples as counts of means, so that parts without a count run too; the whole stays."""
+        other, step = copy.copy(self), self.workload.step
+
+        def run(model: Any, batch: Any) -> Any:
+            losses, aux = split_output(step(model, batch))
+            named = losses if isinstance(losses, Mapping) else {"": losses}
+            return {name: one.loss if isinstance(one, Mean) else one for name, one in named.items()}, aux
+
+        other.workload, other._measured = self.workload.around(run, weigh=None), {}  # noqa: SLF001 - of its own class
         return other
 
     # --------------------------------------------------------------------------------- how far parts are from the whole
@@ -278,7 +290,6 @@ class Measurement:
             None if factor == 1 else lambda loss: loss * factor,
             records=False,
             owns_batches=True,
-            watched=2 if self.writes is None else 0,
         )
         try:
             with nullcontext() if self.writes is False else self.start.watch(tensors_of(self.layout.batch)):

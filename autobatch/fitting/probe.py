@@ -269,7 +269,6 @@ class Probe:
             stand_ins=partial(unsharded_parameters, self.workload.model),
             written=self._written,
             records=not self._is_warm,
-            watched=0 if self._is_warm else 2,
             stands_for=-(-self.target // size) if self.target > size else 0,
         )
         self._now.phase = "forward"

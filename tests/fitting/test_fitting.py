@@ -189,6 +189,29 @@ def test_fit_that_does_not_fit_leaves_no_trace_either():
     assert not differences(bits_of(model, optimizer), before)
 
 
+def drop_own_gradients(model):
+    """As ``zero_grad`` does, by hand."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("target", [8, 1], ids=["split", "one sample"])
+@pytest.mark.parametrize("drop", [nn.Module.zero_grad, drop_own_gradients], ids=["zero_grad", "by hand"])
+def test_a_step_that_drops_gradients_is_refused(drop, target):
+    """The first micro-batch finds none, so only the second one of a trial, or of a check, shows it."""
+    model, batch = Plain(), make_batch(8, torch.float64)
+
+    def step(model, batch):
+        drop(model)
+        return mean_step(model, batch)
+
+    refused = r"step\(\) changed \.grad: leave backward\(\) and zero_grad\(\) to the Runner"
+    with pytest.raises(autobatch.InvalidArgument, match=refused):
+        autobatch.fit(model, target, batch=batch, step=step, max_micro_batch=4, check=None, reuse=False)
+    with pytest.raises(autobatch.InvalidArgument, match=refused):
+        autobatch.verify(model, batch, step)
+
+
 @pytest.mark.quick
 def test_an_error_of_the_users_step_comes_out_unchanged():
     """A bug is not an OOM: it comes out as it was raised, and the state is restored."""
