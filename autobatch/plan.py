@@ -142,7 +142,7 @@ class Plan(PlanRecord):
                 ``sampler`` in place of ``shuffle``.
 
         Raises:
-            InvalidArgument: The plan sets an option itself, or the ranks cannot share the dataset.
+            InvalidArgument: The plan sets an option itself, or the dataset has no samples or cannot be shared.
         """
         from autobatch.distributed.share_sampler import make_loader  # noqa: PLC0415 - plans are read without torch
 
