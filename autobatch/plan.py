@@ -67,10 +67,11 @@ class Plan(PlanRecord):
 
         Args:
             kind: ``"peak"`` for the memory curve with trials, budget and limit, ``"memory"`` for where the memory goes.
-            ax: Axes to draw on; default: those of a new figure.
+            ax: Axes to draw on; default: those of a new figure. A figure without a layout gets the constrained one, in
+                which the legend has a place.
 
         Raises:
-            InvalidArgument: The kind is unknown, or matplotlib is not installed.
+            InvalidArgument: The kind is unknown, ``ax`` is something else, or matplotlib is not installed.
         """
         charts = {"peak": Chart(partial(draw_peaks, plan_peaks(self))), "memory": part_chart(memory_parts(self))}
         return plot(charts, kind, ax)
@@ -141,7 +142,7 @@ class Plan(PlanRecord):
                 ``sampler`` in place of ``shuffle``.
 
         Raises:
-            InvalidArgument: The plan sets an option itself, or the ranks cannot share the dataset.
+            InvalidArgument: The plan sets an option itself, or the dataset has no samples or cannot be shared.
         """
         from autobatch.distributed.share_sampler import make_loader  # noqa: PLC0415 - plans are read without torch
 

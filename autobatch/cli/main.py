@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Annotated, Any, Literal
@@ -24,6 +25,7 @@ from autobatch.torch_internals import import_torch
 
 _MISUSE = (InvalidArgument, NeedsBatch)
 _INTERRUPTED = 130
+_FAILED = 70  # EX_SOFTWARE of sysexits.h
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # typer gives it no public name
 
 _EPILOG = """\
@@ -31,8 +33,8 @@ MODULE:FUNCTION names a function of yours without arguments, such as train:make 
 what autobatch.fit takes: model, and whichever of batch, step, optimizer, weigh ... it needs.
 
 Exit codes: 0 done; 1 done, and the answer is no (does not fit, not exact, something is wrong, plans differ); 2 the
-command line or what it names cannot mean anything; 3 gate found that the job does not fit. Errors in your own code come
-out with their traceback.
+command line or what it names cannot mean anything; 3 gate found that the job does not fit; 70 an error in your own
+code, which comes out with its traceback; 130 interrupted by Ctrl-C.
 """
 
 app = typer.Typer(
@@ -58,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answer = _refuse(error, as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
+    except Exception:  # noqa: BLE001 - mostly of the user's code: 1, Python's own code for it, is an answer here
+        traceback.print_exc()
+        return _FAILED
     return answer.write(as_json=as_json)
 
 

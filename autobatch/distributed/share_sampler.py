@@ -190,6 +190,8 @@ def make_loader(
         return DataLoader(dataset, batch_sampler=sampler, **options)
     is_ordered = isinstance(dataset, IterableDataset) or options.get("sampler") is not None
     order = None if is_ordered else shuffle
+    if not is_ordered:
+        _count_samples(dataset)
     return DataLoader(dataset, batch_size=plan.target_batch, shuffle=order, drop_last=drop_last, **options)
 
 
@@ -212,7 +214,7 @@ def _count_samples(dataset: Any) -> int:
         samples = None
     if samples is None:
         raise InvalidArgument(
-            f"dataset is {name_type(dataset)}, whose samples have no indices to share: pass a map-style dataset, with "
+            f"dataset is {name_type(dataset)}, whose samples have no indices: pass a map-style dataset, with "
             f"len() and dataset[index]"
         )
     if not samples:

@@ -187,10 +187,11 @@ class Prediction(Record):
 
         Args:
             kind: ``"peak"`` for the memory curve and the card's memory, ``"memory"`` for where that memory goes.
-            ax: Axes to draw on; default: those of a new figure.
+            ax: Axes to draw on; default: those of a new figure. A figure without a layout gets the constrained one, in
+                which the legend has a place.
 
         Raises:
-            InvalidArgument: The kind is unknown, or matplotlib is not installed.
+            InvalidArgument: The kind is unknown, ``ax`` is something else, or matplotlib is not installed.
         """
         return plot(text.charts(self), kind, ax)
 

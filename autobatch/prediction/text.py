@@ -283,10 +283,9 @@ def _table_sections(prediction: Prediction) -> Iterator[Section]:
 def charts(prediction: Prediction) -> dict[str, Chart]:
     """Return the pictures: peaks by size beside the card's memory, and what that memory is made of."""
     total, size = prediction.gpu.total_bytes, prediction.judged_size
-    held, name = prediction.peak_bytes - prediction.context_bytes, "the plan" if prediction.plan else "does not fit"
-    limit, budget = (round(part) - prediction.context_bytes for part in (total / (1 + prediction.margin), total))
-    points = [(point.size, point.reserved) for point in prediction.points]
-    peaks = Peaks(prediction.curve, (), budget, limit, size, held, prediction.share, name, points)
+    limit, name = round(total / (1 + prediction.margin)), "the plan" if prediction.plan else "does not fit"
+    points = [(row[0], row[3]) for row in _point_rows(prediction)]  # of the process, as in the text
+    peaks = Peaks(None, (), total, limit, size, prediction.peak_bytes, prediction.share, name, points, "card")
     first, others = prediction.breakdown[: len(_COLORS) - 1], prediction.breakdown[len(_COLORS) - 1 :]
     named = [*((part.byte_count, part.name) for part in first), (sum(part.byte_count for part in others), "others")]
     left = max(total - prediction.peak_bytes, 0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from autobatch._arguments import is_instance_with
 from autobatch._bounds import SHORTEST
 from autobatch._formatting import format_bytes, plural, show_value
 from autobatch.errors import InvalidArgument
@@ -65,7 +67,7 @@ TOOLTIP = "title: "
 class Peaks(NamedTuple):
     """Numbers of a chart of peaks; ``size`` and ``peak_bytes`` get a ring, which means ``name``.
 
-    ``points`` are sizes with predicted bytes, which are drawn in place of the curve.
+    ``points`` are sizes with predicted bytes, which are drawn in place of the curve. ``whole`` names ``budget_bytes``.
     """
 
     curve: MemoryCurve | None
@@ -77,6 +79,7 @@ class Peaks(NamedTuple):
     share: int
     name: str = "the plan"
     points: Sequence[tuple[int, int]] = ()
+    whole: str = "budget"
 
 
 def plot(charts: Mapping[str, Chart], kind: str, ax: Axes | None) -> Axes:
@@ -90,6 +93,10 @@ def plot(charts: Mapping[str, Chart], kind: str, ax: Axes | None) -> Axes:
         except ImportError:
             raise InvalidArgument("plot() needs matplotlib: pip install 'torch-autobatch[plot]'") from None
         ax = plt.subplots(figsize=(6.4, 6.4 * chart.height / WIDTH), layout="constrained")[1]
+    elif not is_instance_with(ax, "barh", "axhspan"):
+        raise InvalidArgument(f"plot(ax={show_value(ax)}): pass Axes of matplotlib, or leave ax= out")
+    elif (figure := ax.figure.figure).get_layout_engine() is None:
+        figure.set_layout_engine("constrained")  # the legend is below the Axes, and would be cut off
     chart.draw(ax)
     return ax
 
@@ -107,6 +114,8 @@ def draw_peaks(peaks: Peaks, ax: Axes) -> None:
     held = [*map(held_bytes, peaks.trials), peaks.peak_bytes, peaks.budget_bytes]
     if peaks.curve is not None:
         held.append(min(peaks.curve.peak_reserved(largest), int(max(*held, 1) * _BEYOND)))
+        held.append(peaks.curve.peak_reserved(1))
+    held += [peak for size, peak in peaks.points if size <= largest]
     _set_sizes(ax, [peaks.size, largest, *(trial.micro_batch_size for trial in peaks.trials)])
     _set_scale(ax, "y", held, margin=1.12)
     _label_bytes(ax, "y")
@@ -114,13 +123,11 @@ def draw_peaks(peaks: Peaks, ax: Axes) -> None:
     if peaks.budget_bytes:
         ax.axhspan(peaks.limit_bytes, peaks.budget_bytes, color=COLORS["headroom"], linewidth=0)
         ax.axhspan(peaks.budget_bytes, top, color=COLORS["beyond"], linewidth=0)
-        _draw_border(ax, "budget", peaks.budget_bytes, "red", is_above=True)
+        _draw_border(ax, peaks.whole, peaks.budget_bytes, "red", is_above=True)
     if peaks.limit_bytes < peaks.budget_bytes:
         _draw_border(ax, "limit", peaks.limit_bytes, "amber", is_above=False)
-    if peaks.points:
-        drawn = [(size, peak) for size, peak in peaks.points if size <= largest and peak <= top]
-        sizes, held = [size for size, _ in drawn], [peak for _, peak in drawn]
-        ax.plot(sizes, held, ".:", color=COLORS["blue"], label="predicted")
+    if drawn := [point for point in peaks.points if point[0] <= largest]:
+        ax.plot(*zip(*drawn, strict=True), ".:", color=COLORS["blue"], label="predicted")
     elif peaks.curve is not None:
         _draw_curve(ax, peaks.curve, peaks, largest, top)
     _draw_marks(ax, peaks.trials, held_bytes, format_bytes)
@@ -133,7 +140,8 @@ def draw_peaks(peaks: Peaks, ax: Axes) -> None:
 
 def _largest_drawn(peaks: Peaks) -> int:
     """Return the size where the curve meets the budget; at most half more than the largest trial."""
-    tried = max([peaks.size, 1, *(trial.micro_batch_size for trial in peaks.trials)])
+    near = [size for size, peak in peaks.points if peak <= peaks.budget_bytes * _BEYOND]
+    tried = max([peaks.size, 1, *near, *(trial.micro_batch_size for trial in peaks.trials)])
     if peaks.curve is None:
         return tried
     meets = peaks.curve.largest(peaks.budget_bytes) + 1 if peaks.budget_bytes else tried * 2
@@ -211,7 +219,7 @@ def _draw_ring(ax: Axes, size: int, value: float, measured: str, name: str = "th
     """Draw a ring around the plan's size, and write the numbers above the plot, where nothing else is drawn."""
     text, color = f"{plural(size, 'sample')}: {measured}", COLORS["green" if name == "the plan" else "red"]
     options: dict[str, Any] = {"color": color, "zorder": 4, "gid": f"{TOOLTIP}{name}: {text}", "label": name}
-    ax.plot([size], [value], "o", fillstyle="none", markersize=14, markeredgewidth=2.5, **options)
+    ax.plot([size], [value], "o", clip_on=False, fillstyle="none", markersize=14, markeredgewidth=2.5, **options)
     ax.set_title(text, loc="right", color=color, fontsize="medium", fontweight="bold")
 
 
@@ -226,7 +234,7 @@ def draw_parts(parts: Sequence[Part], ax: Axes) -> None:
         about = f"{format_bytes(part.size_bytes)} {part.about}"
         color = COLORS[_PARTS.get(part.key, part.key)]
         [bar] = ax.barh([0], [part.size_bytes], left=left, color=color, edgecolor=COLORS["axis"], linewidth=0.5)
-        bar.set(gid=f"{TOOLTIP}{about}", label=about.partition(":")[0])
+        bar.set(gid=f"{TOOLTIP}{about}", label=about.partition(":")[0], clip_on=False)  # its edge is half outside
         left += part.size_bytes
     ax.set(xlim=(0, max(left, 1)), yticks=[])
     ax.spines[["left", "top", "right"]].set_visible(False)
@@ -335,10 +343,10 @@ def _label_bytes(ax: Axes, axis: str) -> None:
         values = powers[:: -(-len(powers) // 6)]
         labels = [format_bytes(value).replace(".0 ", " ") for value in values]
     else:
-        factors = (1, 2, 5, 10, 20, 50, 100, 200, 500)
-        step = next(factor * 1024**unit for unit in range(7) for factor in factors if factor * 1024**unit * 6 > high)
-        unit = (step.bit_length() - 1) // 10
-        values = [step * index for index in range(int(high / step) + 1)]
+        unit = int(math.log2(high)) // 10  # that of the highest value, as in the labels of lines
+        factors = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+        step = next(factor for factor in factors if factor * 1024**unit * 6 > high)
+        values = [step * 1024**unit * index for index in range(int(high / 1024**unit / step) + 1)]
         labels = [f"{value / 1024**unit:g} {_UNITS[unit]}" for value in values]
     ax.set(**{f"{axis}ticks": values, f"{axis}ticklabels": labels})
 

@@ -115,6 +115,14 @@ def test_a_dataset_with_fewer_samples_than_the_target_is_named(target, is_more, 
     assert all(f"target_batch={target}" in line and "96 samples" in line for line in said)
 
 
+def test_a_dataset_without_samples_is_refused(tmp_path):
+    """Before torch's sampler does, which does not name it."""
+    trainer = trainer_of(tmp_path, data=Texts(0))
+    with pytest.raises(InvalidArgument, match="Trainer: its train_dataset has no samples"):
+        attach(trainer, 16)
+    assert trainer.args.gradient_accumulation_steps == trainer_of(tmp_path).args.gradient_accumulation_steps
+
+
 def test_a_stream_has_no_number_of_samples(tmp_path, caplog):
     """Nothing is said of it."""
     attach(trainer_of(tmp_path, data=Stream()), 256)

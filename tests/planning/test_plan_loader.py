@@ -69,5 +69,8 @@ def test_what_the_plan_chooses_is_refused():
         shared.loader(DATA, sampler=SequentialSampler(DATA))
     with pytest.raises(InvalidArgument, match="Stream"):
         shared.loader(Stream())
+    for data, message in ((5, "dataset is an int, whose"), (iter([1]), "have no indices"), ([], "without samples")):
+        with pytest.raises(InvalidArgument, match=message):
+            alone.loader(data)
     with pytest.raises(InvalidArgument, match="shuffle"):
         alone.loader(DATA, shuffle="yes")

@@ -84,7 +84,18 @@ def test_it_can_be_drawn(prediction, kind):
         colors = [bar.get_facecolor() for bar in ax.patches]
         assert len(set(colors)) == len(colors) > 7
     else:
-        assert ax.get_title("right").startswith(f"{prediction.micro_batch_size} samples: ")
+        peak = format_bytes(prediction.peak_bytes)
+        assert ax.get_title("right") == f"{prediction.micro_batch_size} samples: {peak}"
+        assert peak in str(prediction)
+
+
+def test_every_predicted_point_can_be_seen(prediction):
+    """Also where a small model leaves most of a card free, and the axis is logarithmic."""
+    ax = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    [line] = [line for line in prediction.plot(ax=ax).lines if line.get_label() == "predicted"]
+    peaks = [point.reserved + prediction.context_bytes for point in prediction.points]
+    assert list(line.get_ydata()) == peaks
+    assert ax.get_ylim()[0] < min(peaks)
 
 
 def test_the_plans_size_stands_out_among_the_sizes(prediction):

@@ -67,6 +67,26 @@ def test_an_unknown_picture_is_refused(kind):
         card_plan().plot(kind)
 
 
+@pytest.mark.parametrize("kind", ["peak", "memory"])
+def test_all_of_a_picture_lies_within_the_users_figure(kind):
+    """In a subplot too: legend, labels and the edges of the bar."""
+    figure = figures.Figure(figsize=(8, 4))
+    ax = card_plan().plot(kind, figure.add_subplot(1, 2, 2))
+    figure.draw_without_rendering()
+    box, drawn = figure.bbox, ax.get_tightbbox()
+    assert box.x0 <= drawn.x0 < drawn.x1 <= box.x1
+    assert box.y0 <= drawn.y0 < drawn.y1 <= box.y1
+    assert ax.bbox.height > 50
+    assert not any(bar.get_clip_on() for bar in ax.patches if kind == "memory")
+
+
+@pytest.mark.parametrize("ax", [5, figures.Figure()])
+def test_what_is_no_axes_is_refused(ax):
+    """A figure has many Axes, or none."""
+    with pytest.raises(InvalidArgument, match="pass Axes of matplotlib"):
+        card_plan().plot(ax=ax)
+
+
 @few
 @given(plans())
 def test_marks_and_bands_lie_where_their_bytes_are(plan):
@@ -80,6 +100,7 @@ def test_marks_and_bands_lie_where_their_bytes_are(plan):
     assert ring == (plan.micro_batch_size, plan.peak_bytes)
     for line in ax.lines:
         if "curve" in line.get_label():
+            assert min(line.get_ydata()) >= ax.get_ylim()[0] or not plan.curve.peak_reserved(1)
             assert list(line.get_xdata()) == sorted(line.get_xdata())
             assert list(line.get_ydata()) == [max(plan.curve.peak_reserved(size), 1) for size in line.get_xdata()]
     edges = {line.get_ydata()[0] for line in ax.lines if list(line.get_xdata()) == [0, 1] and not line.get_gid()}
@@ -187,6 +208,7 @@ def test_far_apart_values_have_a_logarithmic_scale():
     [
         (22 * 2**30, ["0 GiB", "5 GiB", "10 GiB", "15 GiB", "20 GiB"]),
         (64 * 2**20, ["0 MiB", "20 MiB", "40 MiB", "60 MiB"]),
+        (1800 * 2**10, ["0 MiB", "0.5 MiB", "1 MiB", "1.5 MiB"]),
         (10_000, ["0 KiB", "2 KiB", "4 KiB", "6 KiB", "8 KiB", "10 KiB"]),
     ],
 )

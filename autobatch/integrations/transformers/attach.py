@@ -89,7 +89,7 @@ def attach(
             f"target_batch={target} over {ranks} ranks: the Trainer gives each rank equally many samples; pass a "
             f"multiple of {ranks}"
         )
-    _warn_of_few_samples(trainer, target)
+    _check_samples(trainer, target)
     # One batch of the loader becomes this rank's share of the target.
     arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = share, 1
     trainer._train_batch_size = arguments.train_batch_size  # noqa: SLF001 - what the loader is made with, and nothing public sets it
@@ -162,13 +162,15 @@ def _refuse_comparing(trainer: Any, check: Literal["warn", "raise"] | None) -> N
                 _log.warning("%s, so no split of it is exact; %s", refusal, advice)
 
 
-def _warn_of_few_samples(trainer: Any, target: int) -> None:
-    """Warn if the dataset has fewer samples than a step should see."""
+def _check_samples(trainer: Any, target: int) -> None:
+    """Warn if the dataset has fewer samples than a step should see; refuse one without samples."""
     try:
         data = trainer.train_dataset
         samples = sum(map(len, data.values())) if isinstance(data, Mapping) else len(data)  # of several datasets
     except TypeError:  # a stream, or none yet
         return
+    if not samples:
+        raise InvalidArgument(f"{type(trainer).__name__}: its train_dataset has no samples; pass one that has some")
     if samples < target:
         _log.warning(
             "%s: target_batch=%d is more than the %d samples of the dataset: each step sees these %d; pass at most %d",
