@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+_LOG = logging.getLogger("autobatch")
 _NO_OPTIMIZER = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
 
 _ACCUMULATED_TWICE = (
@@ -190,18 +192,21 @@ class Runner(StepRunner):
         return self._run_passes(loader, epochs, drop_last=drop_last)
 
     def _run_passes(self, loader: Iterable[Any], epochs: int | None, *, drop_last: bool) -> Iterator[StepResult]:
-        share, progress = sum(self.plan.micro_batch_sizes), self._progress
+        share, progress, has_warned = sum(self.plan.micro_batch_sizes), self._progress, False
         for epoch in progress.begin(epochs):
             call = progress.calls
             if epoch is not None:
                 set_epoch(loader, epoch)
-            reading = Pass(loader, progress, share, self._describe_loaded, self._device.torch_device)
+            reading, result = Pass(loader, progress, share, self._describe_loaded, self._device.torch_device), None
             while (batches := self._read_step(reading, drop_last=drop_last)) is not None:
                 result, used = self._run(batches, update=True, is_cut=True), count_samples(batches)
                 progress.samples += used
                 del batches  # while the user has the result, nothing of the step is held
                 yield result
                 progress.check_call(call)
+            if result is None and not progress.samples and not has_warned:
+                has_warned = True
+                _LOG.warning("run() made no step in a pass: the loader gave %s", reading.describe())
 
     def _describe_loaded(self, batch: Any) -> Layout:
         return refuse_unlike(self._batches.describe(batch), self.plan.batch_dims)

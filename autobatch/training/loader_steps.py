@@ -74,7 +74,7 @@ class Pass:
             self._to_skip, progress.samples = 0, sampler.first_batch * share
         self._loader, self._share, self._read, self._device = loader, share, read, device
         self._begins_at = progress.samples
-        self.has_begun = False
+        self.has_begun, self._batches, self._samples = False, 0, 0
         self._layouts: Iterator[Layout] = iter(())
         self._rest: Layout | None = None
 
@@ -86,15 +86,25 @@ class Pass:
         while missing and (layout := self._next(missing)) is not None:
             taken.append(layout)
             missing -= layout.count
+        self._samples += count_samples(taken)
         return taken
+
+    def describe(self) -> str:
+        """Say what the loader gave, of which no step was made."""
+        if self._samples:
+            gave = plural(self._samples, "sample")
+            return f"{gave}, fewer than a step's {self._share}, and drop_last=True leaves them out"
+        if self._batches:
+            return f"{plural(self._batches, 'batch', 'batches')} without samples"
+        once = f"; {name_type(self._loader)} can be read only once: pass a loader that begins again"
+        return "no batch" + (once if isinstance(self._loader, Iterator) else "")
 
     def _begin(self) -> None:
         """Start the loader, and read what an earlier run has used of this pass."""
         # Loaders draw a seed when they start, and may draw more for each batch; the earlier run has done so before it
         # came to where the user's program has put the generators now.
         self.has_begun, generators = True, RandomState(self._device) if self._begins_at else None
-        batches = iter(self._loader)
-        self._layouts = (self._read(batch) for batch in batches if not is_empty(batch))
+        self._layouts = self._read_batches(iter(self._loader))
         missing = self._to_skip
         while missing:
             layout = self._next(missing)
@@ -106,6 +116,12 @@ class Pass:
             missing -= layout.count
         if generators is not None:
             generators.restore()
+
+    def _read_batches(self, batches: Iterator[Any]) -> Iterator[Layout]:
+        for batch in batches:
+            self._batches += 1
+            if not is_empty(batch):
+                yield self._read(batch)
 
     def _next(self, most: int) -> Layout | None:
         """The next samples that lie in one batch, at most ``most``."""

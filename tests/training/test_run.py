@@ -638,6 +638,42 @@ def test_what_yields_no_batches_like_the_example_is_refused(make):
     assert runner.steps == 0
 
 
+NO_STEPS = {
+    "an empty loader": (lambda data: DataLoader([], batch_size=4), {"epochs": 2}, "the loader gave no batch"),
+    "a used iterator": (lambda data: iter(()), {}, "the loader gave no batch; a tuple_iterator can be read only once"),
+    "empty batches": (lambda data: [None], {}, "the loader gave 1 batch without samples"),
+    "less than a step": (
+        lambda data: [data[:8]],
+        {"drop_last": True},
+        "the loader gave 8 samples, fewer than a step's 32, and drop_last=True leaves them out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_STEPS)
+def test_a_pass_without_a_step_is_a_warning(name, caplog):
+    """A loop over nothing would end as one that has trained; it is named once a call."""
+    runner, _, data = make_alike()
+    make, options, cause = NO_STEPS[name]
+    caplog.clear()
+    assert not list(runner.run(make(data), **options))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "run() made no step" in warning
+    assert cause in warning
+
+
+def test_a_pass_that_an_earlier_run_has_finished_is_no_warning(caplog):
+    """A state that was saved after the last step has nothing left to run in its pass."""
+    runner, _, data = make_alike()
+    loader = DataLoader(data, batch_size=8)
+    for _ in runner.run(loader):
+        state = runner.state_dict()
+    runner.load_state_dict(state)
+    caplog.clear()
+    assert not list(runner.run(loader))
+    assert not caplog.records
+
+
 def test_a_call_does_not_continue_after_another_has_begun():
     """Both would count their samples in one place, and a resumed run would skip the wrong ones."""
     runner, _, data = make_alike()
