@@ -46,6 +46,10 @@ _MOST_AT_ONCE = 4096
 _MOST_TRIMMED = 8  # most samples that run alone to see what trimming does, from the longest to the shortest
 # A part of so many samples is not halved again: the comparison of a few samples has looked at smaller ones.
 _SMALLEST_HALVED = 16
+_HOLDS = (
+    "memory ran out for what the check holds at once: two samples, a second gradient and copies of parameters ({}): "
+    "call autobatch.verify(), which has no budget, where more memory is free"
+)
 _TRIMMING = (
     "trimming padding changes the gradient: the step looks at padding. A mean over all positions instead of those that "
     "count (ignore_index=, a mask, weigh=), a layer that mixes positions without a mask (attention, convolution, a "
@@ -201,7 +205,7 @@ def compare_few(comparison: SplitComparison, most: int) -> Verdict:
         if verdict is not None:
             return verdict
         comparison.device.reclaim()  # only now, after the ``except`` block, are the failed attempt's frames gone
-        samples, reason = samples // 2, f"memory ran out with two samples at once ({shortage})"
+        samples, reason = samples // 2, _HOLDS.format(shortage)
     return unchecked(reason)
 
 
