@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from autobatch._arguments import (
+    LEAST_BYTES,
     check_choice,
     check_count,
     check_micro_batches,
@@ -135,7 +136,7 @@ def check_choices(
 ) -> None:
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
-    parse_headroom(headroom, 0 if budget is None else parse_bytes("budget", budget))
+    parse_headroom(headroom, 0 if budget is None else parse_bytes("budget", budget, LEAST_BYTES))
 
 
 def check_switches(**switches: Any) -> None:
