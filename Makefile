@@ -105,8 +105,8 @@ test-integrations: $(INTEGRATIONS_INSTALLED) ## train in the Trainers of Hugging
 test-service: $(SERVE_INSTALLED) ## test the service on SQLite and on a real PostgreSQL, in a browser where there is one; with PROOF=1 under load and kills too
 	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile tests/service $(if $(SEED),--randomly-seed=$(SEED))
 
-serve: $(INSTALLED) ## show the service with a few runs in it, until Ctrl-C
-	PYTHONPATH=. "$(PYTHON_ENV)" examples/team.py
+serve: $(INSTALLED) ## show the service with a few runs in it, until Ctrl-C; PORT=8766 takes another port
+	PYTHONPATH=. "$(PYTHON_ENV)" examples/team.py $(PORT)
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	"$(PYTHON_ENV)" -m pytest -m gpu tests/gpu $(if $(SEED),--randomly-seed=$(SEED))

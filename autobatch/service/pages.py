@@ -6,7 +6,7 @@ import threading
 import time
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import parse_qs, urlencode
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
@@ -78,9 +78,9 @@ def show_runs(
 @router.get("/runs/{run_id}")
 def show_run(run_id: Id, request: Request, service: This, token: Visitor) -> Response:
     run, summaries = service.store.find_run(run_id)
-    picture = draw_memory(summaries, run.limit_bytes)
+    chart = chart_memory(summaries, run.limit_bytes)
     setbacks = [setback for one in summaries for setback in one.setbacks]
-    return _page(request, token, "run.html", run=run, summaries=summaries, picture=picture, setbacks=setbacks)
+    return _page(request, token, "run.html", run=run, summaries=summaries, chart=chart, setbacks=setbacks)
 
 
 @router.get("/plans")
@@ -212,22 +212,29 @@ def show_error(request: Request, status: int, detail: str) -> Response:
     return _page(request, None, "error.html", status=status, detail=detail)
 
 
-def draw_memory(summaries: list[SummaryLine], limit_bytes: int) -> Markup:
-    """Return a picture of memory over time with the limit, as SVG; the table beside it has the same numbers."""
+class MemoryChart(NamedTuple):
+    """Memory over time, as what is drawn: lengths are in per cent of the picture."""
+
+    points: str
+    limit: float
+    highest: float
+    highest_bytes: int
+    begin: float
+    end: float
+
+
+def chart_memory(summaries: list[SummaryLine], limit_bytes: int) -> MemoryChart | None:
+    """Return the chart of a run; the table beside it has the same numbers."""
     if len(summaries) < 2:
-        return Markup("")
+        return None
     peaks = [one.held_bytes or one.peak_bytes for one in summaries]
-    begin, end, top = summaries[0].at, summaries[-1].at, max(*peaks, limit_bytes, 1) * 1.05
+    begin, end, highest = summaries[0].at, summaries[-1].at, max(peaks)
+    whole = max(highest, limit_bytes, 1) * 1.05
     points = " ".join(
-        f"{600 * (one.at - begin) / ((end - begin) or 1):.1f},{150 - 150 * peak / top:.1f}"
+        f"{100 * (one.at - begin) / ((end - begin) or 1):.2f},{100 - 100 * peak / whole:.2f}"
         for one, peak in zip(summaries, peaks, strict=True)
     )
-    height = 150 - 150 * limit_bytes / top
-    limit = f'<line class="limit" x1="0" x2="600" y1="{height:.1f}" y2="{height:.1f}"/>' if limit_bytes else ""
-    name = f"peak memory over {plural(len(summaries), 'summary', 'summaries')}, the highest {format_bytes(max(peaks))}"
-    shapes = f'<polygon points="0,150 {points} 600,150"/>{limit}<polyline points="{points}"/>'
-    # Only numbers: nothing to escape.
-    return Markup(f'<svg viewBox="-4 -4 608 158" role="img" aria-label="{name}">{shapes}</svg>')  # noqa: S704
+    return MemoryChart(points, 100 * limit_bytes / whole, 100 * highest / whole, highest, begin, end)
 
 
 @lru_cache(64)

@@ -6,9 +6,10 @@ import re
 
 import pytest
 from fastapi.testclient import TestClient
-from services import make_card, make_plan_in, make_prediction, make_run_in, make_summary
+from services import GIB, make_card, make_plan_in, make_prediction, make_run_in, make_summary
 
-from autobatch.service.pages import draw_memory
+from autobatch.service.pages import chart_memory
+from autobatch.service.records import RunIn, RunSummary
 from autobatch.service.server import make_app
 
 EVIL = "<script>alert(1)</script>"
@@ -85,6 +86,14 @@ def test_only_an_admin_forgets_and_tests(browser, service, client_of):
     assert admin.get("/plans/a1").status_code == 404
 
 
-def test_a_picture_of_one_summary_is_none():
-    """A line needs two points."""
-    assert draw_memory([], 0) == ""
+def test_memory_over_time_is_labelled(service, client):
+    """With 0, the limit, the highest peak, and when it began and ended; one summary is no line."""
+    assert chart_memory([], 0) is None
+    service.store.add_run(RunIn.model_validate(make_run_in()))
+    for number, held in enumerate((17 * GIB, 18 * GIB)):
+        summary = make_summary(number, held_bytes=held, at=1e9 + 3600 * number)
+        service.store.add_summary("r1", RunSummary.model_validate(summary))
+    text = client.get("/runs/r1", headers={"Cookie": f"autobatch_token={service.tokens.create('one', 'reader')}"}).text
+    plot = text[text.index('<div class="plot">') : text.index("<figcaption>")]
+    labels = re.findall(r">([^<>\n]+)<", plot)
+    assert labels == ["0", "20.0 GiB", "18.0 GiB", "2001-09-09 01:46 UTC", "2001-09-09 02:46 UTC"]

@@ -12,10 +12,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from autobatch.cli.main import main
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "team.py"
 
 
 @pytest.fixture
@@ -97,6 +100,20 @@ def test_a_taken_port_is_named(home, capsys):
         code, printed = run(capsys, "serve", "--port", str(taken.getsockname()[1]))
     assert code == 1
     assert "cannot listen on 127.0.0.1 port" in printed
+
+
+def test_the_example_names_a_taken_port_too():
+    """In one line, with what to type."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ran = subprocess.run(
+            [sys.executable, EXAMPLE, str(port)], check=False, capture_output=True, text=True, timeout=60
+        )
+    assert ran.returncode == 1
+    [line] = ran.stderr.splitlines()
+    assert line.endswith(f"take another with make serve PORT={port + 1}")
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
