@@ -186,11 +186,21 @@ class PredictionPage(Record):
 
 
 class Comparison(Record):
-    """A predicted peak beside the most that was measured at the same size of the same step on the same card."""
+    """A predicted peak beside that of a plan or run of the same step on as many such cards, at one size.
+
+    Attributes:
+        card_key: Name of the card as it was measured, without the maker's name.
+        source_id: Id of the plan or the run.
+        is_newest: Whether no newer prediction has this plan or run beside it.
+        measured_bytes: The peak. A trial that ran out of memory counts with its limit, which it exceeded.
+    """
 
     prediction_id: str
     model: str
     card: str
+    card_key: str
+    source_id: str
+    is_newest: bool
     size: int
     predicted_bytes: int
     measured_bytes: int

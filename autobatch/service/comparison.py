@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -11,9 +13,20 @@ from autobatch.service.answers import Comparison, ErrorPage
 from autobatch.service.records import ErrorFigures, GateAnswer, GateQuestion, PredictionIn
 
 _ENOUGH = 5  # comparisons that a margin may rest on
-_LEAST_MARGIN = 0.02
+_MANY = 20  # so many that one in twenty may be left out
+_LEAST_MARGIN, _MOST_MARGIN = 0.02, 1.0
 _DEFAULT_MARGIN = 0.1  # of a prediction that has none
 _MOST_SHOWN = 200
+_LONGEST_NAME = 200
+
+
+def card_key(name: str) -> str:
+    """Return a card's name without what names of one card differ in: case, spaces and the maker."""
+    return re.sub(r"[^a-z0-9]", "", name.lower().replace("nvidia", ""))[:_LONGEST_NAME]
+
+
+def card_keys(prediction: PredictionIn) -> set[str]:
+    return {card_key(name) for name in (prediction.card, *prediction.card_names)}
 
 
 def predicted_bytes(prediction: PredictionIn, size: int) -> int | None:
@@ -41,8 +54,12 @@ def summarise(comparisons: Sequence[Comparison], model: str = "", card: str = ""
         under=sum(error < 0 for error in errors),
         median_error=statistics.median(map(abs, errors)),
         worst_error=max(errors, key=abs),
-        worst_under=max(0.0, *(one.measured_bytes / max(one.predicted_bytes, 1) - 1 for one in comparisons)),
+        worst_under=max(0.0, *map(_excess, comparisons)),
     )
+
+
+def _excess(comparison: Comparison) -> float:
+    return comparison.measured_bytes / max(comparison.predicted_bytes, 1) - 1
 
 
 def summarise_groups(comparisons: Iterable[Comparison]) -> ErrorPage:
@@ -50,8 +67,8 @@ def summarise_groups(comparisons: Iterable[Comparison]) -> ErrorPage:
     groups: dict[tuple[str, str], list[Comparison]] = {}
     every = sorted(comparisons, key=lambda one: abs(one.error), reverse=True)
     for one in every:
-        groups.setdefault((one.model, one.card), []).append(one)
-    figures = [summarise(group, model, card) for (model, card), group in groups.items()]
+        groups.setdefault((one.model, one.card_key), []).append(one)
+    figures = [summarise(group, group[0].model, group[0].card) for group in groups.values()]
     return ErrorPage(total=summarise(every), groups=tuple(figures), comparisons=tuple(every[:_MOST_SHOWN]))
 
 
@@ -60,6 +77,7 @@ def decide(question: GateQuestion, comparisons: Sequence[Comparison]) -> GateAns
     prediction = question.prediction
     errors, margin, reason = _choose_margin(prediction, comparisons)
     limit = prediction.total_bytes if question.limit_bytes is None else question.limit_bytes
+    limit = min(limit, prediction.total_bytes or limit)  # no limit is more than the card has
     share = -(-prediction.target_batch // prediction.world_size)
     size = _largest_size(prediction, limit, margin, share)
     smallest = prediction.points[0]
@@ -93,23 +111,26 @@ def decide(question: GateQuestion, comparisons: Sequence[Comparison]) -> GateAns
 
 
 def _choose_margin(prediction: PredictionIn, comparisons: Sequence[Comparison]) -> tuple[ErrorFigures, float, str]:
-    """Return the errors of similar predictions, and the margin that they call for."""
-    of_model = [one for one in comparisons if one.model == prediction.model]
-    groups = (
-        (f"{prediction.model} on {prediction.card}", [one for one in of_model if one.card == prediction.card]),
-        (prediction.model, of_model),
-        (f"all models on {prediction.card}", [one for one in comparisons if one.card == prediction.card]),
-        ("all models and cards", list(comparisons)),
-    )
-    for name, group in groups:
+    """Return the errors of the newest predictions of this model, and the margin that they call for.
+
+    Other models are no evidence: one wrong prediction of them would close the gate for all.
+    """
+    cards = card_keys(prediction)
+    of_model = [one for one in comparisons if one.model == prediction.model and one.is_newest]
+    on_card = [one for one in of_model if one.card_key in cards]
+    for name, group in ((f"{prediction.model} on {prediction.card}", on_card), (prediction.model, of_model)):
         if len(group) >= _ENOUGH:
-            errors = summarise(group)
-            margin = max(_LEAST_MARGIN, errors.worst_under + 0.01)
-            beyond = f"at most {errors.worst_under:.1%} more was measured than predicted"
-            return errors, margin, f"of {plural(len(group), 'comparison')} for {name}, {beyond}"
+            excesses = sorted(map(_excess, group))
+            kept = math.ceil(0.95 * len(group)) if len(group) >= _MANY else len(group)
+            beyond = max(0.0, excesses[kept - 1])
+            margin = min(max(_LEAST_MARGIN, beyond + 0.01), _MOST_MARGIN)
+            found = f"of {plural(len(group), 'comparison')} for {name}, {beyond:.1%} more than predicted was measured"
+            reason = f"{found} at most" if kept == len(group) else f"{found} at most in {kept}"
+            capped = f"; a margin is at most {_MOST_MARGIN:.0%}" if margin == _MOST_MARGIN else ""
+            return summarise(group), margin, reason + capped
     margin = prediction.margin or _DEFAULT_MARGIN
-    known = f"the team has fewer than {_ENOUGH} comparisons"
-    return summarise(comparisons), margin, f"{known}; this is the prediction's own margin"
+    known = f"the team has fewer than {_ENOUGH} comparisons of this model"
+    return summarise(of_model), margin, f"{known}; this is the prediction's own margin"
 
 
 def _largest_size(prediction: PredictionIn, limit: int, margin: float, share: int) -> int:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select
+from sqlalchemy import Connection, delete, select
 
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.service.answers import Comparison, PlanLine, PredictionLine
-from autobatch.service.comparison import predicted_bytes
+from autobatch.service.comparison import card_key, card_keys, predicted_bytes
 from autobatch.service.records import PlanIn, PredictionIn
-from autobatch.service.rows import NotFound, Rows, card_key, cursor, cut
+from autobatch.service.rows import NotFound, Rows, cursor, cut
 from autobatch.service.tables import AlertRow, PeakRow, PlanRow, PredictionRow, ReadingRow, RunRow, SummaryRow
 
 _MOST_RECALLED = 10
 _MOST_PEAKS = 200  # of one plan: it has far fewer trials
 _MOST_COMPARED = 1000  # predictions, the newest
+_MOST_PEAKS_COMPARED = 50_000  # the highest
 
 _PLAN_COLUMNS = [PlanRow.__table__.c[name] for name in PlanLine.model_fields]
 _PREDICTION_COLUMNS = [PredictionRow.__table__.c[name] for name in PredictionLine.model_fields]
@@ -42,21 +43,25 @@ class PlanRows(Rows):
             "accumulation_steps": plan.accumulation_steps,
             "peak_bytes": plan.peak_bytes,
             "limit_bytes": plan.limit_bytes,
+            "added_at": time.time(),
             "content": plan.model_dump_json(exclude_defaults=True),
         }
         # With lengths a trial's size counts samples of one length, which a prediction does not have.
-        peaks = {
-            trial.micro_batch_size: trial.peak_reserved
-            for trial in plan.trials
-            if trial.outcome == "fits" and trial.peak_reserved and trial.length is None
+        trials = [trial for trial in plan.trials if trial.length is None]
+        peaks = {trial.micro_batch_size: (plan.limit_bytes, 1) for trial in trials if trial.outcome == "oom"}
+        peaks |= {
+            trial.micro_batch_size: (trial.peak_reserved, 0)
+            for trial in trials
+            if trial.outcome == "fits" and trial.peak_reserved
         }
-        place = {"step": sent.step, "card_key": card_key(plan.device.name), "total_bytes": plan.device.total_bytes}
+        place = {"step": sent.step, "card_key": card_key(plan.device.name), "world_size": plan.world_size}
+        place |= {"source_id": sent.id, "total_bytes": plan.device.total_bytes}
 
         def write(connection: Connection) -> bool:
             is_new = self.insert(connection, PlanRow, row)
             if is_new and sent.step:
-                for size, peak in sorted(peaks.items())[:_MOST_PEAKS]:
-                    self.insert(connection, PeakRow, {"source_id": sent.id, "size": size, "bytes": peak, **place})
+                for size, (peak, ran_out) in sorted(peaks.items())[:_MOST_PEAKS]:
+                    self.insert(connection, PeakRow, {"size": size, "bytes": peak, "ran_out": ran_out, **place})
             return is_new
 
         return self.write_named(names, write)
@@ -107,7 +112,8 @@ class PlanRows(Rows):
     def add_prediction(self, sent: PredictionIn) -> bool:
         columns = ("id", "model", "card", "host", "step", "target_batch", "micro_batch_size", "total_bytes")
         row: dict[str, Any] = {name: getattr(sent, name) for name in columns}
-        row |= {"made_at": sent.made_at or time.time(), "content": sent.model_dump_json()}
+        now = time.time()
+        row |= {"made_at": sent.made_at or now, "added_at": now, "content": sent.model_dump_json()}
         return self.write_named({"model": sent.model}, lambda connection: self.insert(connection, PredictionRow, row))
 
     def list_predictions(
@@ -120,38 +126,55 @@ class PlanRows(Rows):
         return lines, cursor(lines[-1].made_at, lines[-1].id) if len(lines) == limit else None
 
     def comparisons(self) -> list[Comparison]:
-        """Return the newest prediction of each step and card beside what was measured, at each size."""
+        """Return each prediction beside each plan or run of its step, at the size that took the most beyond it.
+
+        Those whose prediction is the newest one for their plan or run are marked. The server's clock counts, since
+        a client's may be wrong.
+        """
         newest = (
             select(PredictionRow.content)
             .where(PredictionRow.step != "", PredictionRow.step.in_(select(PeakRow.step)))
-            .order_by(PredictionRow.made_at.desc(), PredictionRow.id.desc())
+            .order_by(PredictionRow.added_at.desc(), PredictionRow.id.desc())
             .limit(_MOST_COMPARED)
         )
+        columns = (PeakRow.step, PeakRow.world_size, PeakRow.card_key, PeakRow.source_id, PeakRow.size)
         with self.database.read() as connection:
             contents = connection.execute(newest).scalars().all()
-            predictions: dict[tuple[str, str], PredictionIn] = {}
-            for content in contents:
-                prediction = PredictionIn.model_validate_json(content)
-                predictions.setdefault((prediction.step, card_key(prediction.card)), prediction)
+            predictions = [PredictionIn.model_validate_json(content) for content in contents]
             measured = (
-                select(PeakRow.step, PeakRow.card_key, PeakRow.size, func.max(PeakRow.bytes).label("bytes"))
-                .where(PeakRow.step.in_({step for step, _ in predictions}))
-                .group_by(PeakRow.step, PeakRow.card_key, PeakRow.size)
+                select(*columns, PeakRow.bytes, PeakRow.ran_out)
+                .where(PeakRow.step.in_({prediction.step for prediction in predictions}))
+                .order_by(PeakRow.bytes.desc())
+                .limit(_MOST_PEAKS_COMPARED)
             )
-            peaks: dict[str, list[Any]] = {}
+            peaks: dict[tuple[str, int], dict[tuple[str, str], list[Any]]] = {}  # by step and ranks, then by source
             for row in connection.execute(measured):
-                peaks.setdefault(row.step, []).append(row)
-        return [
-            Comparison(
-                prediction_id=prediction.id,
-                model=prediction.model,
-                card=prediction.card,
-                size=row.size,
-                predicted_bytes=predicted,
-                measured_bytes=row.bytes,
-            )
-            for prediction in predictions.values()
-            for row in peaks.get(prediction.step, ())
-            if row.card_key in {card_key(name) for name in (prediction.card, *prediction.card_names)}
-            and (predicted := predicted_bytes(prediction, row.size)) is not None
-        ]
+                sources = peaks.setdefault((row.step, row.world_size), {})
+                sources.setdefault((row.source_id, row.card_key), []).append(row)
+        comparisons: list[Comparison] = []
+        seen: set[str] = set()  # sources that have their newest prediction
+        for prediction in predictions:
+            cards = card_keys(prediction)
+            for (source, card), rows in peaks.get((prediction.step, prediction.world_size), {}).items():
+                beside = [
+                    Comparison(
+                        prediction_id=prediction.id,
+                        model=prediction.model,
+                        card=prediction.card,
+                        card_key=card,
+                        source_id=source,
+                        is_newest=source not in seen,
+                        size=row.size,
+                        predicted_bytes=predicted,
+                        measured_bytes=row.bytes,
+                    )
+                    for row in rows
+                    if card in cards
+                    and row.bytes
+                    and (predicted := predicted_bytes(prediction, row.size)) is not None
+                    and not (row.ran_out and predicted >= row.bytes)  # as predicted
+                ]
+                if beside:
+                    comparisons.append(min(beside, key=lambda one: one.error))
+                    seen.add(source)
+        return comparisons

@@ -305,7 +305,7 @@ class GateQuestion(Record):
 
     Attributes:
         prediction: The prediction; it is not stored.
-        limit_bytes: Bytes that the process may take; default: all of the card's.
+        limit_bytes: Bytes that the process may take; default, and at most: all of the card's.
     """
 
     prediction: PredictionIn
@@ -318,7 +318,8 @@ class ErrorFigures(Record):
     Attributes:
         model: Class of the model; empty for all.
         card: Name of the card; empty for all.
-        compared: Number of comparisons.
+        compared: Number of comparisons: one for each prediction and plan or run, at the size that took the most
+            beyond the prediction.
         under: Number of those in which more was measured than predicted.
         median_error: Median of ``predicted / measured - 1``, without its sign.
         worst_error: The error farthest from 0, with its sign.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -88,11 +87,6 @@ def make_upsert(database: Database, table: type[Base], key: list[str], higher: A
     values = {column.name: statement.excluded[column.name] for column in table.__table__.c if column.name not in key}
     where = None if higher is None else higher < statement.excluded[higher.name]
     return statement.on_conflict_do_update(index_elements=key, set_=values, where=where)
-
-
-def card_key(name: str) -> str:
-    """Return a card's name without what names of one card differ in: case, spaces and the maker."""
-    return re.sub(r"[^a-z0-9]", "", name.lower().replace("nvidia", ""))[:_LONGEST_NAME]
 
 
 def cut(text: str) -> str:

@@ -11,9 +11,10 @@ from sqlalchemy import BigInteger, Connection, Double, RowMapping, Table, bindpa
 from sqlalchemy.sql import ColumnElement
 
 from autobatch.service.answers import Alert, Card, CardRun, RunLine, SummaryLine
+from autobatch.service.comparison import card_key
 from autobatch.service.database import Database
 from autobatch.service.records import CardReading, RunEnd, RunIn, RunSummary
-from autobatch.service.rows import NotFound, Rows, card_key, cursor, make_upsert
+from autobatch.service.rows import NotFound, Rows, cursor, make_upsert
 from autobatch.service.tables import AlertRow, PeakRow, ReadingRow, RunRow, SummaryRow
 
 _SILENT_S = 300.0  # ten summaries did not come
@@ -23,9 +24,10 @@ _MOST_SUMMARIES = 1000
 _RUN_COLUMNS = [RunRow.__table__.c[name] for name in RunLine.model_fields if name != "state"] + [RunRow.outcome]
 _TOTALS = ("steps", "samples", "seconds", "retries", "size_changes", "micro_batch_size")
 _RUNS = cast("Table", RunRow.__table__)
-_RUN_OF_SUMMARY = select(_RUNS.c.host, _RUNS.c.step, _RUNS.c.card_key, _RUNS.c.summaries).where(
-    _RUNS.c.id == bindparam("run")
-)
+_RUN_OF_SUMMARY = select(
+    *(_RUNS.c[name] for name in ("host", "step", "card_key", "world_size", "summaries", "owner", "started_at")),
+    _RUNS.c.added_at,
+).where(_RUNS.c.id == bindparam("run"))
 _NOW, _PEAK = bindparam("now", type_=Double), bindparam("peak", type_=BigInteger)
 _SIZE, _NUMBER = bindparam("new_micro_batch_size", type_=BigInteger), bindparam("number", type_=BigInteger)
 _UPDATE_RUN = (
@@ -55,7 +57,7 @@ class RunRows(Rows):
         self._put_reading = make_upsert(database, ReadingRow, ["run_id", "card"])
         self._put_peak = make_upsert(database, PeakRow, ["source_id", "size"], PeakRow.__table__.c.bytes)
 
-    def add_run(self, sent: RunIn) -> bool:
+    def add_run(self, sent: RunIn, owner: str = "") -> bool:
         device = sent.cards[0].name if sent.cards else ""
         names = {"model": sent.model, "device": device, "host": sent.host}
         columns = ("id", "started_at", "plan_id", "user", "version", "step", "pid", "world_size", "target_batch")
@@ -69,6 +71,8 @@ class RunRows(Rows):
             "outcome": "running",
             "reason": "",
             "card_key": card_key(device),
+            "owner": owner,
+            "added_at": time.time(),
             "first_size": sent.micro_batch_size,
             "micro_batch_size": sent.micro_batch_size,
             "limit_bytes": sent.limit_bytes,
@@ -95,12 +99,12 @@ class RunRows(Rows):
             "held_bytes": sent.held_bytes,
             "content": json.dumps([setback.model_dump() for setback in sent.setbacks]),
         }
-        peak, seen_at = sent.held_bytes or sent.peak_bytes, _as_news(sent.at)
+        last_peak, seen_at = sent.held_bytes or sent.peak_bytes, _as_news(sent.at)
         latest = {
             **{f"new_{name}": getattr(sent, name) for name in _TOTALS},
             "run": run_id,
             "number": sent.number,
-            "peak": peak,
+            "peak": last_peak,
             "now": seen_at,
         }
 
@@ -115,8 +119,9 @@ class RunRows(Rows):
             # What the allocator holds after another size is not what this size needs.
             if is_new and run.step and run.card_key and sent.held_bytes and not sent.retries and not sent.size_changes:
                 total = max((card.total_bytes for card in sent.cards), default=0)
-                place = {"step": run.step, "card_key": run.card_key, "total_bytes": total}
-                peaks = {"source_id": run_id, "size": sent.micro_batch_size, "bytes": sent.held_bytes, **place}
+                place = {"step": run.step, "card_key": run.card_key, "world_size": run.world_size, "total_bytes": total}
+                peak = {"size": sent.micro_batch_size, "bytes": sent.held_bytes, "ran_out": 0}
+                peaks = {"source_id": run_id, **peak, **place}
                 connection.execute(self._put_peak, peaks)
             return is_new
 

@@ -70,13 +70,14 @@ class PlanRow(Base):
     accumulation_steps: Mapped[int] = _number()
     peak_bytes: Mapped[int] = _number()
     limit_bytes: Mapped[int] = _number()
+    added_at: Mapped[float] = _moment()  # by the server's clock
     content: Mapped[str] = mapped_column(Text)
     __table_args__ = (
         Index("plans_by_age", "made_at", "id"),
         Index("plans_by_model", "model", "made_at", "id"),
         Index("plans_by_device", "device", "made_at", "id"),
         Index("plans_by_host", "host", "made_at", "id"),
-        Index("plans_by_fingerprint", "fingerprint", "rank", "made_at"),
+        Index("plans_by_fingerprint", "fingerprint", "rank", "host", "added_at"),
     )
 
 
@@ -94,6 +95,8 @@ class RunRow(Base):
     user: Mapped[str] = _name()
     version: Mapped[str] = _name()
     step: Mapped[str] = _id()
+    owner: Mapped[str] = _name()  # name of the token that began it
+    added_at: Mapped[float] = _moment()  # by the server's clock
     pid: Mapped[int] = _number()
     world_size: Mapped[int] = _number()
     target_batch: Mapped[int] = _number()
@@ -166,23 +169,27 @@ class PredictionRow(Base):
     target_batch: Mapped[int] = _number()
     micro_batch_size: Mapped[int] = _number()
     total_bytes: Mapped[int] = _number()
+    added_at: Mapped[float] = _moment()  # by the server's clock
     content: Mapped[str] = mapped_column(Text)
     __table_args__ = (
         Index("predictions_by_age", "made_at", "id"),
         Index("predictions_by_model", "model", "made_at", "id"),
+        Index("predictions_by_arrival", "added_at", "id"),
     )
 
 
 class PeakRow(Base):
-    """The most bytes that a plan's trial or a run held at one micro-batch size."""
+    """The most bytes that a plan's trial or a run held at one micro-batch size; the limit, if it ran out of that."""
 
     __tablename__ = "peaks"
     source_id: Mapped[str] = _id(key=True)  # of the plan or the run
     size: Mapped[int] = _number(key=True)
     step: Mapped[str] = _id()
     card_key: Mapped[str] = _name()
+    world_size: Mapped[int] = _number()
     total_bytes: Mapped[int] = _number()
     bytes: Mapped[int] = _number()
+    ran_out: Mapped[int] = _number()  # 1: more than these bytes was needed
     __table_args__ = (Index("peaks_by_step", "step", "card_key", "size"),)
 
 

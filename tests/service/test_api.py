@@ -125,7 +125,7 @@ def test_two_plans_compared(client):
 
 
 def test_predicted_beside_measured(client):
-    """Joined by step and card: a plan's trials and a run's peaks, the highest of each size."""
+    """Joined by step and card: each prediction beside a plan's trials and a run's peaks."""
     post(client, "/predictions", make_prediction("old", made_at=1.6e9, points=[{"size": 43, "reserved_bytes": GIB}]))
     post(client, "/predictions", make_prediction())
     post(client, "/predictions", make_prediction("elsewhere", card="A100-80GB", card_names=[]))
@@ -134,11 +134,13 @@ def test_predicted_beside_measured(client):
     post(client, "/runs", make_run_in())
     post(client, "/runs/r1/summaries", make_summary(held_bytes=20 * GIB))
     found = get(client, "/predictions/errors")
-    assert found["total"]["compared"] == 3
-    assert found["total"]["under"] == 1
-    assert found["total"]["median_error"] == 0
+    assert found["total"]["compared"] == 4
+    assert found["total"]["under"] == 3
+    of_newest = [one for one in found["comparisons"] if one["is_newest"]]
+    assert [one["prediction_id"] for one in of_newest] == ["p1", "p1"]
+    assert [one["source_id"] for one in of_newest] == ["r1", "a1"]
     worst = found["comparisons"][0]
-    assert (worst["prediction_id"], worst["size"], worst["measured_bytes"]) == ("p1", 43, 20 * GIB)
+    assert (worst["prediction_id"], worst["size"], worst["measured_bytes"]) == ("old", 43, 20 * GIB)
     assert found["total"]["worst_error"] == pytest.approx(worst["predicted_bytes"] / (20 * GIB) - 1)
     assert [(one["model"], one["card"]) for one in found["groups"]] == [("Net", "L4")]
     assert [one["id"] for one in get(client, "/predictions", limit=2, model="net")["predictions"]] == ["p1", "other"]
@@ -172,6 +174,74 @@ def test_the_gate_uses_the_teams_own_errors(client):
     assert stricter["errors"]["under"] == 1
     assert stricter["micro_batch_size"] < largest
     assert "Net on L4" in stricter["margin_reason"]
+
+
+def compare_runs(client, count, factor, *, model="Net", start=0):
+    """Hand in predictions, each of its own step, beside runs that took ``factor`` of what was predicted."""
+    for index in range(start, start + count):
+        step = f"{index:016}"
+        post(client, "/predictions", make_prediction(f"p{index}", step=step, model=model))
+        post(client, "/runs", make_run_in(f"r{index}", step=step, model=model))
+        measured = round((GIB + 43 * GIB * 2 // 5) * factor)
+        post(client, f"/runs/r{index}/summaries", make_summary(held_bytes=measured))
+
+
+def test_one_bad_prediction_closes_the_gate_for_nobody(client):
+    """Other models count for nothing, one in twenty is left out, and the margin has an upper bound."""
+    question = {"prediction": make_prediction("asked", card="NVIDIA L4", card_names=[]), "limit_bytes": 20 * GIB}
+    compare_runs(client, 6, 9.0, model="Other")
+    assert post(client, "/gate", question, 200)["margin"] == 0.1
+    compare_runs(client, 1, 9.0, start=10)
+    compare_runs(client, 4, 1.05, start=11)
+    capped = post(client, "/gate", question, 200)
+    assert (capped["margin"], capped["margin_reason"].split("; ")[1]) == (1.0, "a margin is at most 100%")
+    compare_runs(client, 15, 1.05, start=15)
+    answer = post(client, "/gate", question, 200)
+    assert answer["margin"] == pytest.approx(0.06)
+    assert answer["margin_reason"].endswith("on NVIDIA L4, 5.0% more than predicted was measured at most in 19")
+
+
+def test_sizes_of_one_plan_are_one_comparison(client):
+    """Five sizes of one plan are not the experience that a margin may rest on."""
+    points = [{"size": size, "reserved_bytes": size * GIB // 4} for size in range(1, 61)]
+    post(client, "/predictions", make_prediction(points=points))
+    post(client, "/plans", make_plan_in())
+    found = get(client, "/predictions/errors")
+    assert (found["total"]["compared"], found["total"]["under"]) == (1, 1)
+    answer = post(client, "/gate", {"prediction": make_prediction()}, 200)
+    assert (answer["margin"], answer["errors"]["compared"]) == (0.1, 1)
+
+
+def test_a_trial_that_ran_out_of_memory_was_predicted_too_low(client):
+    """It took at least the limit; where more than the limit was predicted there is nothing to compare."""
+    plan = make_plan_in()
+    failed = plan["plan"]["trials"][-1] | {"micro_batch_size": 60, "outcome": "oom"}
+    plan["plan"]["trials"].append(failed)
+    post(client, "/plans", plan)
+    limit = get(client, "/plans")["plans"][0]["limit_bytes"]
+    post(client, "/predictions", make_prediction("low", points=[{"size": 60, "reserved_bytes": limit // 2}]))
+    post(client, "/predictions", make_prediction("high", points=[{"size": 60, "reserved_bytes": limit + GIB}]))
+    [one] = get(client, "/predictions/errors")["comparisons"]
+    assert (one["prediction_id"], one["measured_bytes"], one["is_newest"]) == ("low", limit, True)
+
+
+def test_the_gate_knows_what_a_card_has(client):
+    """A limit beyond the card's memory is none."""
+    points = [{"size": 1, "reserved_bytes": 30 * GIB}]
+    question = {"prediction": make_prediction(points=points), "limit_bytes": 400 * GIB}
+    answer = post(client, "/gate", question, 200)
+    assert (answer["fits"], answer["limit_bytes"]) == (False, 24 * GIB)
+
+
+def test_only_as_many_ranks_are_compared_and_the_newest_came_last(client):
+    """A rank of eight takes another peak; the client's clock does not say which prediction is the newest."""
+    post(client, "/predictions", make_prediction("ranks", world_size=8))
+    post(client, "/predictions", make_prediction("future", made_at=2.5e11))
+    post(client, "/predictions", make_prediction("last", card="NVIDIA L4", card_names=[]))
+    post(client, "/runs", make_run_in())
+    post(client, "/runs/r1/summaries", make_summary())
+    found = get(client, "/predictions/errors")["comparisons"]
+    assert {one["prediction_id"]: one["is_newest"] for one in found} == {"future": False, "last": True}
 
 
 def test_the_gate_says_what_would_help(client):

@@ -97,9 +97,10 @@ def test_the_gate_follows_from_what_the_team_measured(server):
         Trial(micro_batch_size=point.size, outcome="fits", peak_reserved=round(point.reserved * 1.02))
         for point in prediction.points[:5]
     ]  # no such card is here: 2 % more than was predicted
-    plan = make_plan(trials=trials, fingerprint=f"{prediction.step}{'0' * 16}")
-    assert Ledger.open().remember(plan)
-    wait_for(lambda: server.ask("GET", "/plans")["plans"])
+    for trial in trials:
+        plan = make_plan(trials=[trial], fingerprint=f"{prediction.step}{'0' * 16}")
+        assert Ledger.open().remember(plan)
+    wait_for(lambda: len(server.ask("GET", "/plans")["plans"]) == len(trials))
     total = server.ask("GET", "/predictions/errors")["total"]
     assert total["under"] == total["compared"] == 5
     answer = judge(prediction, None)

@@ -48,7 +48,7 @@ def upgrade() -> None:
         *_number("size"),
         *_text(64, "step"),
         *_text(200, "card_key"),
-        *_number("total_bytes", "bytes"),
+        *_number("world_size", "total_bytes", "bytes", "ran_out"),
         sa.PrimaryKeyConstraint("source_id", "size", name="pk_peaks"),
     )
     op.create_index("peaks_by_step", "peaks", ["step", "card_key", "size"])
@@ -61,12 +61,13 @@ def upgrade() -> None:
         *_number(
             "rank", "world_size", "target_batch", "micro_batch_size", "accumulation_steps", "peak_bytes", "limit_bytes"
         ),
+        *_moment("added_at"),
         *_content(),
         sa.PrimaryKeyConstraint("id", name="pk_plans"),
     )
     op.create_index("plans_by_age", "plans", ["made_at", "id"])
     op.create_index("plans_by_device", "plans", ["device", "made_at", "id"])
-    op.create_index("plans_by_fingerprint", "plans", ["fingerprint", "rank", "made_at"])
+    op.create_index("plans_by_fingerprint", "plans", ["fingerprint", "rank", "host", "added_at"])
     op.create_index("plans_by_host", "plans", ["host", "made_at", "id"])
     op.create_index("plans_by_model", "plans", ["model", "made_at", "id"])
     op.create_table(
@@ -76,9 +77,11 @@ def upgrade() -> None:
         *_text(200, "model", "card", "host"),
         *_text(64, "step"),
         *_number("target_batch", "micro_batch_size", "total_bytes"),
+        *_moment("added_at"),
         *_content(),
         sa.PrimaryKeyConstraint("id", name="pk_predictions"),
     )
+    op.create_index("predictions_by_arrival", "predictions", ["added_at", "id"])
     op.create_index("predictions_by_age", "predictions", ["made_at", "id"])
     op.create_index("predictions_by_model", "predictions", ["model", "made_at", "id"])
     op.create_table(
@@ -95,8 +98,9 @@ def upgrade() -> None:
         *_text(64, "id"),
         *_moment("started_at"),
         *_text(64, "plan_id"),
-        *_text(200, "model", "device", "card_key", "host", "user", "version"),
+        *_text(200, "model", "device", "card_key", "host", "user", "version", "owner"),
         *_text(64, "step"),
+        *_moment("added_at"),
         *_number("pid", "world_size", "target_batch", "first_size", "limit_bytes"),
         *_moment("seen_at", "small_since"),
         *_number("summaries", "steps", "samples"),
