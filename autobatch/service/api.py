@@ -51,7 +51,7 @@ _KEEP_ALIVE_EVERY = 15  # looks
 
 _problems: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem, "content": {"application/problem+json": {}}}
-    for status in (400, 401, 403, 404, 405, 413, 422, 429, 503)
+    for status in (400, 401, 403, 404, 405, 409, 413, 422, 429, 503)
 }
 router = APIRouter(prefix="/api/v1", responses=_problems)
 
@@ -104,6 +104,11 @@ def _require(role: Role) -> Callable[..., Token]:
 Reader = Annotated[Token, Depends(_require(Role.reader))]
 Writer = Annotated[Token, Depends(_require(Role.writer))]
 Admin = Annotated[Token, Depends(_require(Role.admin))]
+
+
+def _owner(token: Token) -> str | None:
+    """Return whose runs a token may write to: those that it began; ``None`` for an admin's."""
+    return None if token.level >= Role.admin else token.name
 
 
 def read_cursor(after: str | None) -> tuple[float, str] | None:
@@ -160,8 +165,8 @@ def recall(question: RecallQuestion, service: This, _: Reader) -> RecallAnswer:
 
 
 @router.post("/runs", status_code=201)
-def add_run(run: RunIn, service: This, _: Writer) -> Stored:
-    return Stored(id=run.id, new=service.store.add_run(run))
+def add_run(run: RunIn, service: This, token: Writer) -> Stored:
+    return Stored(id=run.id, new=service.store.add_run(run, token.name))
 
 
 @router.get("/runs")
@@ -188,13 +193,13 @@ def show_run(run_id: RunId, service: This, _: Reader) -> RunOut:
 
 
 @router.post("/runs/{run_id}/summaries", status_code=201)
-def add_summary(run_id: RunId, summary: RunSummary, service: This, _: Writer) -> Stored:
-    return Stored(id=run_id, new=service.store.add_summary(run_id, summary))
+def add_summary(run_id: RunId, summary: RunSummary, service: This, token: Writer) -> Stored:
+    return Stored(id=run_id, new=service.store.add_summary(run_id, summary, _owner(token)))
 
 
 @router.post("/runs/{run_id}/end", status_code=201)
-def end_run(run_id: RunId, end: RunEnd, service: This, _: Writer) -> Stored:
-    return Stored(id=run_id, new=service.store.end_run(run_id, end))
+def end_run(run_id: RunId, end: RunEnd, service: This, token: Writer) -> Stored:
+    return Stored(id=run_id, new=service.store.end_run(run_id, end, _owner(token)))
 
 
 @router.get("/cards")

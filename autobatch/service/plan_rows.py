@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, func, select
 
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.service.answers import Comparison, PlanLine, PredictionLine
@@ -90,9 +90,12 @@ class PlanRows(Rows):
         return row.host, PlanRecord.model_validate_json(row.content)
 
     def recall(self, fingerprint: str, rank: int) -> list[PlanRecord]:
+        """Return the newest plan of each host first, by the server's clock: one host does not hide the others."""
+        turn = func.row_number().over(partition_by=PlanRow.host, order_by=PlanRow.added_at.desc())
         query = select(PlanRow.content).where(PlanRow.fingerprint == fingerprint, PlanRow.rank == rank)
+        query = query.order_by(turn, PlanRow.added_at.desc()).limit(_MOST_RECALLED)
         with self.database.read() as connection:
-            rows = connection.execute(query.order_by(PlanRow.made_at.desc()).limit(_MOST_RECALLED)).scalars().all()
+            rows = connection.execute(query).scalars().all()
         return [PlanRecord.model_validate_json(content) for content in rows]
 
     def forget(self, plan_id: str) -> int:

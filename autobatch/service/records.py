@@ -7,10 +7,10 @@
     GET    /plans/{id}               -                  200 PlanOut, 404
     DELETE /plans/{id}               -                  200 Forgotten: the plan with its runs, for an admin; 404
     GET    /plans/compare            ?first=ID&second=  200 Difference, 404
-    POST   /recall                   RecallQuestion     200 RecallAnswer, the newest first; perhaps empty
+    POST   /recall                   RecallQuestion     200 RecallAnswer, perhaps empty
     POST   /runs                     RunIn              201 Stored
-    POST   /runs/{id}/summaries      RunSummary         201 Stored, 404 if the run is unknown or forgotten
-    POST   /runs/{id}/end            RunEnd             201 Stored, 404
+    POST   /runs/{id}/summaries      RunSummary         201 Stored, 404 if the run is unknown or forgotten, 409
+    POST   /runs/{id}/end            RunEnd             201 Stored, 404, 409
     GET    /runs                     filters below      200 RunPage, the newest first
     GET    /runs/{id}                -                  200 RunOut: with its summaries, 404
     GET    /cards                    -                  200 CardPage: the last reading of each card
@@ -25,6 +25,9 @@ Every request has ``Authorization: Bearer abt_...``. A reader may GET, recall an
 an admin may do all. Lists take ``?limit=`` (1 to 500) and ``?after=``, the ``next`` of the page before.
 Plans have the filters ``model`` (part of a name), ``device`` (part of a name) and ``host``; runs have ``model``,
 ``host``, ``plan_id`` and ``state`` (``live`` or ``ended``); predictions have ``model``.
+
+A run belongs to the token that began it, by the token's name. 409: another token began the run, or the summary's number
+is far higher than the run's age in seconds.
 
 Each record has an id (a summary has the run and its number). The service stores it once: a second time it answers 201
 with ``new`` false, and the first one stays. So a client hands in again whatever it has no answer for.
@@ -107,7 +110,7 @@ class RecallQuestion(Record):
 
 
 class RecallAnswer(Record):
-    """The newest plans of a fingerprint, at most ten."""
+    """Plans of a fingerprint, at most ten: the newest one of each host, the newest first, then the next of each."""
 
     plans: Annotated[tuple[PlanRecord, ...], Field(max_length=10)]
 

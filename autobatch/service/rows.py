@@ -29,6 +29,10 @@ class NotFound(Exception):
     """The record is unknown, or was forgotten."""
 
 
+class Conflict(Exception):
+    """The record contradicts what is stored."""
+
+
 class Rows:
     """The rows of one database."""
 

@@ -14,12 +14,13 @@ from autobatch.service.answers import Alert, Card, CardRun, RunLine, SummaryLine
 from autobatch.service.comparison import card_key
 from autobatch.service.database import Database
 from autobatch.service.records import CardReading, RunEnd, RunIn, RunSummary
-from autobatch.service.rows import NotFound, Rows, cursor, make_upsert
+from autobatch.service.rows import Conflict, NotFound, Rows, cursor, make_upsert
 from autobatch.service.tables import AlertRow, PeakRow, ReadingRow, RunRow, SummaryRow
 
 _SILENT_S = 300.0  # ten summaries did not come
 _RECENT_S = 3600.0  # of a card's reading; and how late a summary may come to count as news
 _MOST_SUMMARIES = 1000
+_MOST_AHEAD = 1000  # numbers of a run's summaries beyond one a second
 
 _RUN_COLUMNS = [RunRow.__table__.c[name] for name in RunLine.model_fields if name != "state"] + [RunRow.outcome]
 _TOTALS = ("steps", "samples", "seconds", "retries", "size_changes", "micro_batch_size")
@@ -87,7 +88,8 @@ class RunRows(Rows):
 
         return self.write_named(names, write)
 
-    def add_summary(self, run_id: str, sent: RunSummary) -> bool:
+    def add_summary(self, run_id: str, sent: RunSummary, owner: str | None = None) -> bool:
+        """Add a summary; ``owner`` is the name of the token that sends it, or ``None`` if that may write to any run."""
         row = {
             "run_id": run_id,
             "number": sent.number,
@@ -112,6 +114,10 @@ class RunRows(Rows):
             run = connection.execute(_RUN_OF_SUMMARY, {"run": run_id}).first()
             if run is None:
                 raise NotFound(f"no run has the id {run_id}")
+            _check_owner(run_id, run.owner, owner)
+            most = time.time() - min(run.started_at, run.added_at) + _MOST_AHEAD
+            if sent.number > most:  # it would freeze the totals: only a higher number changes them
+                raise Conflict(f"the run {run_id} is too young for a summary with the number {sent.number}")
             is_new = self.insert(connection, SummaryRow, row)
             if is_new and sent.number >= run.summaries:  # one that comes late changes no totals
                 connection.execute(_UPDATE_RUN, latest)
@@ -127,16 +133,16 @@ class RunRows(Rows):
 
         return self.database.write(write)
 
-    def end_run(self, run_id: str, sent: RunEnd) -> bool:
+    def end_run(self, run_id: str, sent: RunEnd, owner: str | None = None) -> bool:
         ended = {"outcome": sent.outcome, "reason": sent.reason, "ended_at": sent.at or time.time()}
 
         def write(connection: Connection) -> bool:
-            is_live = (RunRow.id == run_id) & (RunRow.outcome == "running")
-            if connection.execute(update(RunRow).where(is_live).values(ended)).rowcount:
-                return True
-            if connection.execute(select(RunRow.id).where(RunRow.id == run_id)).first() is None:
+            run = connection.execute(select(RunRow.owner).where(RunRow.id == run_id)).first()
+            if run is None:
                 raise NotFound(f"no run has the id {run_id}")
-            return False
+            _check_owner(run_id, run.owner, owner)
+            is_live = (RunRow.id == run_id) & (RunRow.outcome == "running")
+            return bool(connection.execute(update(RunRow).where(is_live).values(ended)).rowcount)
 
         return self.database.write(write)
 
@@ -241,6 +247,11 @@ class RunRows(Rows):
             query = query.where(AlertRow.made_at > unsent_since, AlertRow.sent_at == 0)
         with self.database.read() as connection:
             return [Alert.model_validate(dict(row)) for row in connection.execute(query).mappings()]
+
+
+def _check_owner(run_id: str, owner: str, sender: str | None) -> None:
+    if sender is not None and sender != owner:
+        raise Conflict(f"another token began the run {run_id}")
 
 
 def _as_news(at: float) -> float:

@@ -24,7 +24,7 @@ from autobatch.service.api import Reader, This, router
 from autobatch.service.database import Busy, Database, describe_fault
 from autobatch.service.pages import LoginNeeded, show_error
 from autobatch.service.pages import router as page_router
-from autobatch.service.rows import NotFound
+from autobatch.service.rows import Conflict, NotFound
 from autobatch.service.shield import Shield, problem
 from autobatch.service.state import Service, Settings
 
@@ -57,6 +57,7 @@ def make_app(service: Service) -> FastAPI:
         RequestValidationError: _refuse_record,
         LoginNeeded: _ask_for_login,
         NotFound: _not_found,
+        Conflict: _conflict,
         Busy: _not_available,
         SQLAlchemyError: _not_available,
         Exception: _fail,
@@ -100,6 +101,10 @@ async def _refuse_record(request: Request, error: RequestValidationError) -> Res
 
 async def _not_found(request: Request, error: NotFound) -> Response:
     return _answer(request, 404, str(error))
+
+
+async def _conflict(request: Request, error: Conflict) -> Response:
+    return _answer(request, 409, str(error))
 
 
 async def _not_available(request: Request, error: Exception) -> Response:

@@ -76,8 +76,8 @@ def client_of(service):
     """Make a client with a token of a role, or with none."""
     app = make_app(service)
 
-    def make(role=None):
-        headers = {"Authorization": f"Bearer {service.tokens.create(f'a {role}', role)}"} if role else {}
+    def make(role=None, name=None):
+        headers = {"Authorization": f"Bearer {service.tokens.create(name or f'a {role}', role)}"} if role else {}
         return TestClient(app, headers=headers, raise_server_exceptions=False)
 
     return make

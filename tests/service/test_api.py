@@ -63,6 +63,14 @@ def test_recall_gives_the_newest_of_a_fingerprint_and_rank(client):
     assert post(client, "/recall", {"fingerprint": FINGERPRINT, "rank": 1}, 200)["plans"] == []
 
 
+def test_one_host_does_not_hide_the_plans_of_others(client):
+    """Each host's newest plan comes before a second one of any; a clock in the future changes nothing."""
+    for name, host in (("a", "node1"), ("b", "node2"), *((f"c{index}", "node3") for index in range(12))):
+        post(client, "/plans", make_plan_in(name, host=host, made_at=4e9 if host == "node3" else 1.7e9))
+    found = post(client, "/recall", {"fingerprint": FINGERPRINT}, 200)["plans"]
+    assert [plan["id"] for plan in found][:4] == ["c11", "b", "a", "c10"]
+
+
 def test_a_run_from_its_beginning_to_its_end(client):
     """Totals are those of the last summary by number, peaks the highest; a late or second one changes nothing."""
     assert post(client, "/runs", make_run_in())["new"]
@@ -87,6 +95,23 @@ def test_a_run_from_its_beginning_to_its_end(client):
     post(client, "/runs/nothing/summaries", make_summary(), 404)
     post(client, "/runs/nothing/end", {"at": time.time(), "outcome": "finished"}, 404)
     post(client, "/runs/r1/end", {"at": time.time(), "outcome": "running"}, 422)
+
+
+def test_a_run_belongs_to_the_token_that_began_it(service, client, client_of):
+    """Another writer neither ends it nor freezes its totals, an admin may, and numbers do not run ahead of time."""
+    owner = client_of("writer")
+    other = client_of("writer", "another")
+    post(owner, "/runs", make_run_in())
+    end = {"at": time.time(), "outcome": "finished"}
+    assert "another token began" in post(other, "/runs/r1/summaries", make_summary(), 409)["detail"]
+    post(other, "/runs/r1/end", end, 409)
+    assert "too young" in post(owner, "/runs/r1/summaries", make_summary(2**53 - 1, steps=9, samples=9), 409)["detail"]
+    post(owner, "/runs/r1/summaries", make_summary())
+    post(client, "/runs/r1/summaries", make_summary(1))
+    post(owner, "/runs", make_run_in("r2", started_at=time.time() - 9000))
+    post(owner, "/runs/r2/summaries", make_summary(9000))
+    post(client, "/runs/r2/end", end)
+    assert post(owner, "/runs/r1/end", end)["new"]
 
 
 def test_cards_and_who_is_on_them(client):
