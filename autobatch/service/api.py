@@ -56,6 +56,7 @@ _problems: dict[int | str, dict[str, Any]] = {
 router = APIRouter(prefix="/api/v1", responses=_problems)
 
 PlanId = Annotated[Id, Path(description="Id of a plan.")]
+PredictionId = Annotated[Id, Path(description="Id of a prediction.")]
 RunId = Annotated[Id, Path(description="Id of a run.")]
 Limit = Annotated[int, Query(ge=1, le=500, description="Most entries of the page.")]
 After = Annotated[
@@ -202,6 +203,11 @@ def end_run(run_id: RunId, end: RunEnd, service: This, token: Writer) -> Stored:
     return Stored(id=run_id, new=service.store.end_run(run_id, end, _owner(token)))
 
 
+@router.delete("/runs/{run_id}", status_code=204)
+def forget_run(run_id: RunId, service: This, _: Admin) -> None:
+    service.store.forget_run(run_id)
+
+
 @router.get("/cards")
 def list_cards(service: This, _: Reader) -> CardPage:
     return CardPage(cards=tuple(service.store.cards()))
@@ -218,6 +224,11 @@ def list_predictions(
 ) -> PredictionPage:
     predictions, following = service.store.list_predictions(read_cursor(after), limit, model=model)
     return PredictionPage(predictions=tuple(predictions), next=following)
+
+
+@router.delete("/predictions/{prediction_id}", status_code=204)
+def forget_prediction(prediction_id: PredictionId, service: This, _: Admin) -> None:
+    service.store.forget_prediction(prediction_id)
 
 
 @router.get("/predictions/errors")

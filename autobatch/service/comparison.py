@@ -113,7 +113,7 @@ def decide(question: GateQuestion, comparisons: Sequence[Comparison]) -> GateAns
 def _choose_margin(prediction: PredictionIn, comparisons: Sequence[Comparison]) -> tuple[ErrorFigures, float, str]:
     """Return the errors of the newest predictions of this model, and the margin that they call for.
 
-    Other models are no evidence: one wrong prediction of them would close the gate for all.
+    One wrong prediction of another model must not close the gate for all.
     """
     cards = card_keys(prediction)
     of_model = [one for one in comparisons if one.model == prediction.model and one.is_newest]

@@ -159,6 +159,22 @@ def forget_plan(plan_id: Id, service: This, token: Visitor) -> Response:
     return RedirectResponse("/plans", 303)
 
 
+@router.post("/runs/{run_id}/forget")
+def forget_run(run_id: Id, service: This, token: Visitor) -> Response:
+    if token.level < Role.admin:
+        raise HTTPException(403, "only an admin may forget a run")
+    service.store.forget_run(run_id)
+    return RedirectResponse("/runs", 303)
+
+
+@router.post("/predictions/{prediction_id}/forget")
+def forget_prediction(prediction_id: Id, service: This, token: Visitor) -> Response:
+    if token.level < Role.admin:
+        raise HTTPException(403, "only an admin may forget a prediction")
+    service.store.forget_prediction(prediction_id)
+    return RedirectResponse("/predictions", 303)
+
+
 @router.get("/api")
 def show_api(request: Request, token: Visitor) -> Response:
     return _page(request, token, "api.html", schema=request.app.openapi())

@@ -11,8 +11,8 @@ from autobatch.planning.plan_record import PlanRecord
 from autobatch.service.answers import Comparison, PlanLine, PredictionLine
 from autobatch.service.comparison import card_key, card_keys, predicted_bytes
 from autobatch.service.records import PlanIn, PredictionIn
-from autobatch.service.rows import NotFound, Rows, cursor, cut
-from autobatch.service.tables import AlertRow, PeakRow, PlanRow, PredictionRow, ReadingRow, RunRow, SummaryRow
+from autobatch.service.rows import NotFound, Rows, cursor, cut, delete_runs
+from autobatch.service.tables import PeakRow, PlanRow, PredictionRow, RunRow
 
 _MOST_RECALLED = 10
 _MOST_PEAKS = 200  # of one plan: it has far fewer trials
@@ -104,13 +104,15 @@ class PlanRows(Rows):
         def write(connection: Connection) -> int:
             if not connection.execute(delete(PlanRow).where(PlanRow.id == plan_id)).rowcount:
                 raise NotFound(f"no plan has the id {plan_id}")
-            runs = select(RunRow.id).where(RunRow.plan_id == plan_id)
-            for table in (SummaryRow, ReadingRow, AlertRow):
-                connection.execute(delete(table).where(table.run_id.in_(runs)))
-            connection.execute(delete(PeakRow).where((PeakRow.source_id == plan_id) | PeakRow.source_id.in_(runs)))
-            return connection.execute(delete(RunRow).where(RunRow.plan_id == plan_id)).rowcount
+            connection.execute(delete(PeakRow).where(PeakRow.source_id == plan_id))
+            return delete_runs(connection, RunRow.plan_id == plan_id)
 
         return self.database.write(write)
+
+    def forget_prediction(self, prediction_id: str) -> None:
+        its = delete(PredictionRow).where(PredictionRow.id == prediction_id)
+        if not self.database.write(lambda connection: connection.execute(its).rowcount):
+            raise NotFound(f"no prediction has the id {prediction_id}")
 
     def add_prediction(self, sent: PredictionIn) -> bool:
         columns = ("id", "model", "card", "host", "step", "target_batch", "micro_batch_size", "total_bytes")
@@ -131,8 +133,7 @@ class PlanRows(Rows):
     def comparisons(self) -> list[Comparison]:
         """Return each prediction beside each plan or run of its step, at the size that took the most beyond it.
 
-        Those whose prediction is the newest one for their plan or run are marked. The server's clock counts, since
-        a client's may be wrong.
+        The newest prediction of each plan or run is marked as such, by the server's clock: a client's may be wrong.
         """
         newest = (
             select(PredictionRow.content)

@@ -13,9 +13,11 @@
     POST   /runs/{id}/end            RunEnd             201 Stored, 404, 409
     GET    /runs                     filters below      200 RunPage, the newest first
     GET    /runs/{id}                -                  200 RunOut: with its summaries, 404
+    DELETE /runs/{id}                -                  204, for an admin; 404
     GET    /cards                    -                  200 CardPage: the last reading of each card
     POST   /predictions              PredictionIn       201 Stored
     GET    /predictions              filters below      200 PredictionPage
+    DELETE /predictions/{id}         -                  204, for an admin; 404
     GET    /predictions/errors       -                  200 ErrorPage: predicted beside measured, by model and card
     POST   /gate                     GateQuestion       200 GateAnswer
     GET    /events                   -                  200 text/event-stream: ``event: runs`` with a number that grows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from sqlalchemy import Connection, Table, func, select, tuple_
+from sqlalchemy import Connection, Table, delete, func, select, tuple_
 from sqlalchemy.sql import ColumnElement, Select
 
 from autobatch.service.database import Database
@@ -16,6 +16,7 @@ from autobatch.service.tables import (
     PeakRow,
     PlanRow,
     PredictionRow,
+    ReadingRow,
     RunRow,
     SummaryRow,
 )
@@ -91,6 +92,19 @@ def make_upsert(database: Database, table: type[Base], key: list[str], higher: A
     values = {column.name: statement.excluded[column.name] for column in table.__table__.c if column.name not in key}
     where = None if higher is None else higher < statement.excluded[higher.name]
     return statement.on_conflict_do_update(index_elements=key, set_=values, where=where)
+
+
+def delete_runs(connection: Connection, wanted: ColumnElement[bool]) -> int:
+    """Delete runs with all that belongs to them, and return how many."""
+    ids = select(RunRow.id).where(wanted)
+    for table, column in (
+        (SummaryRow, SummaryRow.run_id),
+        (ReadingRow, ReadingRow.run_id),
+        (AlertRow, AlertRow.run_id),
+        (PeakRow, PeakRow.source_id),
+    ):
+        connection.execute(delete(table).where(column.in_(ids)))
+    return connection.execute(delete(RunRow).where(wanted)).rowcount
 
 
 def cut(text: str) -> str:

@@ -14,7 +14,7 @@ from autobatch.service.answers import Alert, Card, CardRun, RunLine, SummaryLine
 from autobatch.service.comparison import card_key
 from autobatch.service.database import Database
 from autobatch.service.records import CardReading, RunEnd, RunIn, RunSummary
-from autobatch.service.rows import Conflict, NotFound, Rows, cursor, make_upsert
+from autobatch.service.rows import Conflict, NotFound, Rows, cursor, delete_runs, make_upsert
 from autobatch.service.tables import AlertRow, PeakRow, ReadingRow, RunRow, SummaryRow
 
 _SILENT_S = 300.0  # ten summaries did not come
@@ -61,6 +61,7 @@ class RunRows(Rows):
     def add_run(self, sent: RunIn, owner: str = "") -> bool:
         device = sent.cards[0].name if sent.cards else ""
         names = {"model": sent.model, "device": device, "host": sent.host}
+        seen_at = _seen_at(sent.started_at, sent.cards)
         columns = ("id", "started_at", "plan_id", "user", "version", "step", "pid", "world_size", "target_batch")
         row = {
             **{name: getattr(sent, name) for name in columns},
@@ -77,13 +78,13 @@ class RunRows(Rows):
             "first_size": sent.micro_batch_size,
             "micro_batch_size": sent.micro_batch_size,
             "limit_bytes": sent.limit_bytes,
-            "seen_at": _as_news(sent.started_at),
+            "seen_at": seen_at,
         }
 
         def write(connection: Connection) -> bool:
             is_new = self.insert(connection, RunRow, row)
             if is_new:
-                self._note_cards(connection, sent.id, sent.host, sent.cards, _as_news(sent.started_at))
+                self._note_cards(connection, sent.id, sent.host, sent.cards, seen_at)
             return is_new
 
         return self.write_named(names, write)
@@ -101,7 +102,7 @@ class RunRows(Rows):
             "held_bytes": sent.held_bytes,
             "content": json.dumps([setback.model_dump() for setback in sent.setbacks]),
         }
-        last_peak, seen_at = sent.held_bytes or sent.peak_bytes, _as_news(sent.at)
+        last_peak, seen_at = sent.held_bytes or sent.peak_bytes, _seen_at(sent.at, sent.cards)
         latest = {
             **{f"new_{name}": getattr(sent, name) for name in _TOTALS},
             "run": run_id,
@@ -145,6 +146,10 @@ class RunRows(Rows):
             return bool(connection.execute(update(RunRow).where(is_live).values(ended)).rowcount)
 
         return self.database.write(write)
+
+    def forget_run(self, run_id: str) -> None:
+        if not self.database.write(lambda connection: delete_runs(connection, RunRow.id == run_id)):
+            raise NotFound(f"no run has the id {run_id}")
 
     def list_runs(
         self,
@@ -254,10 +259,13 @@ def _check_owner(run_id: str, owner: str, sender: str | None) -> None:
         raise Conflict(f"another token began the run {run_id}")
 
 
-def _as_news(at: float) -> float:
-    """Return the time of the server, or the client's if it hands in what happened long before."""
+def _seen_at(at: float, cards: Sequence[CardReading]) -> float:
+    """Return the time of the server, or the client's if that hands in what happened long before.
+
+    Only a process that runs now reads its cards, so then a client's clock that is wrong does not matter.
+    """
     now = time.time()
-    return now if at > now - _RECENT_S else at
+    return now if cards or at > now - _RECENT_S else at
 
 
 def _run_line(row: RowMapping | dict[str, Any]) -> RunLine:

@@ -121,7 +121,7 @@ def test_many_retries(service, alerts, webhook, hour):
 def test_a_run_that_fell_silent(service, alerts, webhook, hour):
     """Five minutes without a summary, unless it has ended or nobody saw it for an hour."""
     for name in ("silent", "ended", "old"):
-        begin(service, name, started_at=hour[0] - (7200 if name == "old" else 0))
+        begin(service, name, **({"started_at": hour[0] - 7200, "cards": []} if name == "old" else {}))
     service.store.end_run("ended", RunEnd(at=hour[0], outcome="finished"))
     alerts.check()
     hour[0] += 301

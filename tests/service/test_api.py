@@ -119,7 +119,7 @@ def test_cards_and_who_is_on_them(client):
     post(client, "/runs", make_run_in("r1"))
     post(client, "/runs", make_run_in("r2", user="bob", cards=[make_card(uuid="GPU-2"), make_card()]))
     post(client, "/runs/r2/summaries", make_summary(cards=[make_card(free_bytes=GIB)]))
-    post(client, "/runs", make_run_in("old", started_at=time.time() - 7200, cards=[make_card(uuid="GPU-3")]))
+    post(client, "/runs", make_run_in("old", started_at=time.time() - 7200, cards=[]))
     first, second = get(client, "/cards")["cards"]
     assert (first["reading"]["uuid"], first["reading"]["free_bytes"]) == ("GPU-1", GIB)
     assert {run["user"] for run in first["runs"]} == {"ada", "bob"}
@@ -137,6 +137,31 @@ def test_forgetting_takes_the_runs_along(client):
     assert client.delete("/api/v1/plans/a1").status_code == 404
     get(client, "/runs/run-of-a1", 404)
     get(client, "/runs/run-of-a2")
+
+
+def test_an_admin_forgets_a_run_and_a_prediction(client, client_of):
+    """With what was measured in the run; others may not."""
+    post(client, "/predictions", make_prediction())
+    post(client, "/predictions", make_prediction("p2"))
+    post(client, "/runs", make_run_in(plan_id="unknown"))
+    post(client, "/runs/r1/summaries", make_summary())
+    for path in ("/api/v1/predictions/p1", "/api/v1/runs/r1"):
+        assert client_of("writer", path).delete(path).status_code == 403
+    assert [client.delete("/api/v1/predictions/p1").status_code for _ in range(2)] == [204, 404]
+    assert [one["prediction_id"] for one in get(client, "/predictions/errors")["comparisons"]] == ["p2"]
+    assert [client.delete("/api/v1/runs/r1").status_code for _ in range(2)] == [204, 404]
+    get(client, "/runs/r1", 404)
+    assert get(client, "/cards")["cards"] == []
+    assert get(client, "/predictions/errors")["comparisons"] == []
+
+
+def test_a_wrong_clock_makes_no_live_run_silent(client):
+    """A process that reads its cards is there now; a run that is handed in later has none."""
+    for name, cards in (("r1", [make_card()]), ("late", [])):
+        post(client, "/runs", make_run_in(name, started_at=time.time() - 8000, cards=cards))
+        post(client, f"/runs/{name}/summaries", make_summary(at=time.time() - 7900, cards=cards))
+    states = {one["id"]: one["state"] for one in get(client, "/runs", state="live")["runs"]}
+    assert states == {"r1": "live", "late": "silent"}
 
 
 def test_two_plans_compared(client):

@@ -98,7 +98,7 @@ def test_the_gate_follows_from_what_the_team_measured(server):
         for point in prediction.points[:5]
     ]  # no such card is here: 2 % more than was predicted
     for trial in trials:
-        plan = make_plan(trials=[trial], fingerprint=f"{prediction.step}{'0' * 16}")
+        plan = make_plan(f"a{trial.micro_batch_size}", trials=[trial], fingerprint=f"{prediction.step}{'0' * 16}")
         assert Ledger.open().remember(plan)
     wait_for(lambda: len(server.ask("GET", "/plans")["plans"]) == len(trials))
     total = server.ask("GET", "/predictions/errors")["total"]

@@ -81,6 +81,10 @@ def test_only_an_admin_forgets_and_tests(browser, service, client_of):
     assert "Forget this plan" in admin.get("/plans/a1").text
     assert "has no webhook" in admin.post("/alerts/test").text
     evil = {"Origin": "http://evil.example"}
+    for path in ("/runs/r1/forget", "/predictions/p1/forget"):
+        assert browser.post(path).status_code == 403
+        assert f'action="{path}"' in admin.get("/runs/r1").text + admin.get("/predictions").text
+        assert [admin.post(path, follow_redirects=False).status_code for _ in range(2)] == [303, 404]
     assert admin.post("/plans/a1/forget", headers=evil).status_code == 403
     assert admin.post("/plans/a1/forget", follow_redirects=False).status_code == 303
     assert admin.get("/plans/a1").status_code == 404
