@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 from sqlalchemy import Connection, delete, func, select
@@ -17,7 +18,8 @@ from autobatch.service.tables import PeakRow, PlanRow, PredictionRow, RunRow
 _MOST_RECALLED = 10
 _MOST_PEAKS = 200  # of one plan: it has far fewer trials
 _MOST_COMPARED = 1000  # predictions, the newest
-_MOST_PEAKS_COMPARED = 50_000  # the highest
+_MOST_OF_STEP = 10  # of these, the newest, on one card
+_MOST_PEAKS_OF_STEP = 100  # that they are compared with, the highest
 
 _PLAN_COLUMNS = [PlanRow.__table__.c[name] for name in PlanLine.model_fields]
 _PREDICTION_COLUMNS = [PredictionRow.__table__.c[name] for name in PredictionLine.model_fields]
@@ -141,18 +143,20 @@ class PlanRows(Rows):
             .order_by(PredictionRow.added_at.desc(), PredictionRow.id.desc())
             .limit(_MOST_COMPARED)
         )
-        columns = (PeakRow.step, PeakRow.world_size, PeakRow.card_key, PeakRow.source_id, PeakRow.size)
+        rank = func.row_number().over(partition_by=PeakRow.step, order_by=PeakRow.bytes.desc()).label("rank")
         with self.database.read() as connection:
             contents = connection.execute(newest).scalars().all()
-            predictions = [PredictionIn.model_validate_json(content) for content in contents]
-            measured = (
-                select(*columns, PeakRow.bytes, PeakRow.ran_out)
-                .where(PeakRow.step.in_({prediction.step for prediction in predictions}))
-                .order_by(PeakRow.bytes.desc())
-                .limit(_MOST_PEAKS_COMPARED)
-            )
+            predictions: list[PredictionIn] = []
+            counts = Counter[tuple[str, int, str]]()
+            for content in contents:
+                prediction = PredictionIn.model_validate_json(content)
+                kind = (prediction.step, prediction.world_size, card_key(prediction.card))
+                counts[kind] += 1
+                if counts[kind] <= _MOST_OF_STEP:
+                    predictions.append(prediction)
+            ranked = select(PeakRow.__table__, rank).where(PeakRow.step.in_({step for step, _, _ in counts})).subquery()
             peaks: dict[tuple[str, int], dict[tuple[str, str], list[Any]]] = {}  # by step and ranks, then by source
-            for row in connection.execute(measured):
+            for row in connection.execute(select(ranked).where(ranked.c.rank <= _MOST_PEAKS_OF_STEP)):
                 sources = peaks.setdefault((row.step, row.world_size), {})
                 sources.setdefault((row.source_id, row.card_key), []).append(row)
         comparisons: list[Comparison] = []
@@ -161,6 +165,17 @@ class PlanRows(Rows):
             cards = card_keys(prediction)
             for (source, card), rows in peaks.get((prediction.step, prediction.world_size), {}).items():
                 beside = [
+                    (predicted / row.bytes, predicted, row.size, row.bytes)
+                    for row in rows
+                    if card in cards
+                    and row.bytes
+                    and (predicted := predicted_bytes(prediction, row.size)) is not None
+                    and not (row.ran_out and predicted >= row.bytes)  # as predicted
+                ]
+                if not beside:
+                    continue
+                _, predicted, size, measured = min(beside)
+                comparisons.append(
                     Comparison(
                         prediction_id=prediction.id,
                         model=prediction.model,
@@ -168,17 +183,10 @@ class PlanRows(Rows):
                         card_key=card,
                         source_id=source,
                         is_newest=source not in seen,
-                        size=row.size,
+                        size=size,
                         predicted_bytes=predicted,
-                        measured_bytes=row.bytes,
+                        measured_bytes=measured,
                     )
-                    for row in rows
-                    if card in cards
-                    and row.bytes
-                    and (predicted := predicted_bytes(prediction, row.size)) is not None
-                    and not (row.ran_out and predicted >= row.bytes)  # as predicted
-                ]
-                if beside:
-                    comparisons.append(min(beside, key=lambda one: one.error))
-                    seen.add(source)
+                )
+                seen.add(source)
         return comparisons
