@@ -51,7 +51,7 @@ _KEEP_ALIVE_EVERY = 15  # looks
 
 _problems: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem, "content": {"application/problem+json": {}}}
-    for status in (400, 401, 403, 404, 405, 413, 422, 429, 503)
+    for status in (400, 401, 403, 404, 405, 413, 421, 422, 429, 503)
 }
 router = APIRouter(prefix="/api/v1", responses=_problems)
 

@@ -27,6 +27,7 @@ _TITLES = {
     409: "Conflict",
     413: "Too large",
     415: "Wrong type",
+    421: "Another server",
     422: "Not valid",
     429: "Too many requests",
     500: "Internal error",
@@ -120,7 +121,7 @@ class Shield:
     def _refuse(self, request: HTTPConnection, method: str) -> Response | None:
         host = _host_of(request.headers.get("host", ""))
         if host not in self._hosts and "*" not in self._hosts:
-            return problem(400, "the Host header names another server; --allow-host allows it")
+            return problem(421, "the Host header names another server; --allow-host allows it")
         origin = request.headers.get("origin", "")
         if method not in {"GET", "HEAD"} and origin and urlsplit(origin).netloc != request.headers.get("host"):
             return problem(403, "the request comes from a page of another site")

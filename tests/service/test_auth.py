@@ -83,7 +83,7 @@ def test_an_open_server_asks_for_no_token(database):
 def test_other_hosts_and_sites_are_refused(client):
     """A name that an attacker points at this machine, and a page of another site that posts here."""
     for host in ("evil.example", "evil.example:8765", "", "127.0.0.1.evil.example"):
-        assert client.get("/api/v1/me", headers={"Host": host}).status_code == 400
+        assert client.get("/api/v1/me", headers={"Host": host}).status_code == 421
     for host in ("127.0.0.1:8765", "localhost", "[::1]:8765", "TestServer"):
         assert client.get("/api/v1/me", headers={"Host": host}).status_code == 200
     for origin in ("http://evil.example", "null", "http://testserver:1"):
