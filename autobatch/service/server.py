@@ -81,7 +81,9 @@ def _answer(request: Request, status: int, detail: str, headers: dict[str, str] 
     """Return an error: as JSON to a program, as a page to a browser."""
     if request.url.path.startswith("/api/") or "text/html" not in request.headers.get("accept", ""):
         return problem(status, detail, headers)
-    return show_error(request, status, detail)
+    page = show_error(request, status, detail)
+    page.headers.update(headers or {})
+    return page
 
 
 async def _ask_for_login(_: Request, __: LoginNeeded) -> Response:
