@@ -29,6 +29,7 @@ from autobatch.service.records import Id, Name, OptionalId
 
 _COOKIE_S = 30 * 24 * 3600
 _ENTRIES = 50
+_LARGEST_LOGIN = 4096  # bytes
 _LIVE_S = 24 * 3600  # one that was killed longer ago is in the list of all
 _MOST_LIVE = 200
 _COLUMNS = 110  # of a comparison
@@ -175,7 +176,12 @@ def show_login(request: Request) -> Response:
 
 @router.post("/login")
 async def log_in(request: Request, service: This) -> Response:
-    form = parse_qs((await request.body()).decode("utf-8", "replace"))
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _LARGEST_LOGIN:
+            raise HTTPException(413, "this is no token")
+    form = parse_qs(body.decode("utf-8", "replace"))
     text = form.get("token", [""])[0].strip()
     token = await run_in_threadpool(find_token, request, service, text) if text else None
     if token is None:

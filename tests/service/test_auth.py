@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from fastapi.testclient import TestClient
 from services import make_plan_in, make_run_in
@@ -104,6 +106,38 @@ def test_large_bodies_are_refused(client):
         answer = client.post("/api/v1/plans", content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 413
         assert answer.headers["content-type"] == "application/problem+json"
+
+
+@ON_SQLITE
+def test_a_stranger_s_body_is_not_read(client_of):
+    """Without a token the first bytes are too many, and a login takes no more than a token."""
+    stranger = client_of()
+    for path in ("/api/v1/plans", "/api/v1/runs/r/summaries"):
+        body = b"[" * 100_000
+        assert stranger.post(path, content=body, headers={"Content-Type": "application/json"}).status_code == 401
+    app, messages, answers = stranger.app, [], []
+
+    async def receive():
+        messages.append(1)
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        answers.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/plans", "query_string": b"", "client": ("1.2.3.4", 5)}
+    scope |= {"headers": [(b"host", b"testserver")], "http_version": "1.1", "scheme": "http", "root_path": ""}
+    asyncio.run(app(scope, receive, send))
+    assert (answers[0]["status"], messages) == (401, [])
+    assert stranger.post("/login", content=b"a=&" * 2000).status_code == 413
+
+
+@ON_SQLITE
+def test_streams_of_one_token_are_counted(service, client):
+    """Twenty, so that one reader cannot take those of all."""
+    [token] = service.tokens.list()
+    service.streams[token.hash] = 20
+    assert client.get("/api/v1/events").status_code == 503
+    service.streams.clear()
 
 
 @ON_SQLITE
