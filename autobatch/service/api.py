@@ -110,7 +110,7 @@ def find_token(request: Request, service: Service, text: str | None) -> Token | 
     return token
 
 
-def _require(role: Role) -> Callable[..., Token]:
+def _require(role: Role) -> Callable[..., Coroutine[Any, Any, Token]]:
     async def check(
         request: Request, service: This, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
     ) -> Token:
