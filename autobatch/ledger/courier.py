@@ -259,7 +259,9 @@ class Courier:
                 self._post(f"/runs/{run_id}/summaries", summary.model_copy(update={"cards": cards}))
                 self._save(name, run, summary.number + 1)
         if has_ended:
-            end = RunEnd(at=run.last.last_seen_at, outcome=run.last.outcome, reason=run.last.reason)
+            # The text of an error may quote data.
+            reason = run.last.reason if self.paths else run.last.reason.partition(":")[0]
+            end = RunEnd(at=run.last.last_seen_at, outcome=run.last.outcome, reason=reason)
             self._post(f"/runs/{run_id}/end", end)
         if has_ended or (is_silent and own is None):
             self._drop(name)

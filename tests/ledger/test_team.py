@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from ledgers import ROOT, finished, make_plan, resized, retried, run_process, start_process
+from ledgers import ROOT, add_run, finished, make_plan, make_update, resized, retried, run_process, start_process
 from plans import make_whole_plans
 from team_server import TOKEN, serving_team, wait_for
 from torch import nn
@@ -538,6 +538,19 @@ assert os.waitpid(child, 0)[1] == 0
     _, errors = run_process(program)
     assert errors == ""
     assert {team.runs[run].plan_id: team.summaries[run, 0].steps for run in team.runs} == {"a1": 5, "b1": 1}
+
+
+def test_of_an_error_only_the_type_is_handed_in(team, tmp_path, monkeypatch):
+    """Its text may quote data; with the variable the first line too."""
+    monkeypatch.setattr(courier_module, "_SILENT_S", -1.0)
+    for name in ("", "1"):
+        monkeypatch.setenv("AUTOBATCH_SHARE_PATHS", name)
+        update = make_update(0, f"r{name}", 3, plan_id="a1", outcome="failed", reason="KeyError: 'Jane Doe'")
+        add_run(Store(tmp_path), make_plan(), update)
+        courier = Courier(tmp_path, Server.named())
+        courier.note_everything()
+        courier.hand_in(everything=True)
+    assert {name: end.reason for name, end in team.ends.items()} == {"r": "KeyError", "r1": "KeyError: 'Jane Doe'"}
 
 
 def test_several_processes_share_one_ledger(team, tmp_path):
