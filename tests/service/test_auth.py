@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 
 import pytest
 from fastapi.testclient import TestClient
 from services import make_plan_in, make_run_in
 from sqlalchemy import text
+from team_server import wait_for
 
 from autobatch.errors import InvalidArgument
 from autobatch.service.records import LARGEST_BODY
-from autobatch.service.server import make_app
+from autobatch.service.server import make_app, make_server
 from autobatch.service.shield import RateLimit
 from autobatch.service.state import Service, Settings
 
@@ -129,6 +132,35 @@ def test_a_stranger_s_body_is_not_read(client_of):
     asyncio.run(app(scope, receive, send))
     assert (answers[0]["status"], messages) == (401, [])
     assert stranger.post("/login", content=b"a=&" * 2000).status_code == 413
+
+
+@ON_SQLITE
+def test_silent_connections_are_ended(service, monkeypatch):
+    """Without a byte, within the headers, after a request and within the body; a stream stays open."""
+    monkeypatch.setattr("autobatch.service.server._HEADERS_WITHIN_S", 0.3)
+    monkeypatch.setattr("autobatch.service.shield._BODY_WITHIN_S", 0.3)
+    token = service.tokens.create("ci", "admin")
+    server = make_server(service)
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    head = f"HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
+    body = f"POST /api/v1/plans {head}Content-Type: application/json\r\nContent-Length: 9\r\n\r\n["
+    try:
+        wait_for(lambda: server.started)
+        stream = socket.create_connection(listener.getsockname())
+        stream.sendall(f"GET /api/v1/events {head}\r\n".encode())
+        for sent in ("", "GET", f"GET /healthz {head}\r\nGET", body):
+            with socket.create_connection(listener.getsockname()) as silent:
+                silent.settimeout(5)
+                silent.sendall(sent.encode())
+                answer = b"".join(iter(lambda: silent.recv(65536), b""))
+                assert (b"408" in answer) == (sent == body), sent
+        assert sum(service.streams.values()) == 1
+        stream.close()
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @ON_SQLITE
