@@ -542,7 +542,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 def test_of_an_error_only_the_type_is_handed_in(team, tmp_path, monkeypatch):
     """Its text may quote data; with the variable the first line too."""
-    monkeypatch.setattr(courier_module, "_SILENT_S", -1.0)
+    monkeypatch.setattr(courier_module, "_SILENT_S", -float("inf"))
     for name in ("", "1"):
         monkeypatch.setenv("AUTOBATCH_SHARE_PATHS", name)
         update = make_update(0, f"r{name}", 3, plan_id="a1", outcome="failed", reason="KeyError: 'Jane Doe'")
