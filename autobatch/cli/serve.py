@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -94,8 +95,16 @@ def back_up(database: str | None, file: str) -> Answer:
     check_folder("FILE", file)
     if Path(file).exists():
         raise InvalidArgument(f"{file} exists already: name a new file")
-    with _open(database) as opened, _open(f"sqlite:///{Path(file).absolute()}") as copy:
-        count = opened.copy_to(copy)
+    _check_installed()
+    path, url = Path(file).absolute(), _find_database(database)
+    source = Path(url.partition("?")[0].removeprefix("sqlite:///"))
+    if url.startswith("sqlite:///") and not source.is_file():
+        raise AutobatchError(f"there is no database {source}")
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        draft = Path(folder) / path.name
+        with _open(url) as opened, _open(f"sqlite:///{draft}") as copy:
+            count = opened.copy_to(copy)
+        draft.replace(path)
     return Answer([f"{plural(count, 'row')} written to {file}"], {"rows": count, "file": str(Path(file).absolute())})
 
 
@@ -133,8 +142,11 @@ def _find_database(database: str | None) -> str:
     url = database or os.environ.get("AUTOBATCH_DATABASE", "").strip()
     if url:
         return url
-    home = find_home()
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        home = find_home()
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise AutobatchError(f"AUTOBATCH_HOME cannot be used: {error}") from None
     return f"sqlite:///{home / 'service.db'}"
 
 

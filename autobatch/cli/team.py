@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,6 @@ from autobatch.service.comparison import decide
 from autobatch.service.records import GateAnswer, GateQuestion, PredictedPoint, PredictionIn, Remedy
 
 _GATE_S = 10.0  # somebody waits for the answer, and a job may hang on it
-logger = logging.getLogger("autobatch")
 
 
 def find_server(why: str) -> Server:
@@ -45,6 +43,10 @@ def push_ledger(*, paths: bool) -> Answer:
             raise AutobatchError(
                 f"the server {server.url} cannot be used ({error}); the rest is kept: push again later"
             ) from None
+    if courier.refused:
+        raise AutobatchError(
+            f"the server {server.url} does not take {'; '.join(courier.refused)}; the rest is handed in"
+        )
     text = f"{plural(done, 'record')} handed in to {server.url}"
     return Answer([text], {"server": server.url, "handed_in": done})
 
@@ -61,6 +63,8 @@ def share_predictions(predictions: Sequence[Prediction]) -> str:
             courier.hand_in()
         except ServerAway as error:
             return f"the server {server.url} cannot be used ({error}): the prediction is kept and handed in later"
+    if courier.refused:
+        raise AutobatchError(f"the server {server.url} does not take {'; '.join(courier.refused)}")
     return f"shared with {server.url}"
 
 
@@ -96,7 +100,7 @@ def describe_prediction(prediction: Prediction) -> PredictionIn:
 
 
 def judge(prediction: Prediction, limit_bytes: int | None) -> GateAnswer:
-    """Ask the server whether a step fits; without one that answers, judge by the prediction's own margin."""
+    """Ask the server whether a step fits; if none is named, judge by the prediction's own margin."""
     described = describe_prediction(prediction)
     if limit_bytes is not None:  # what fits after a change was judged by the whole card
         remedies = tuple(one.model_copy(update={"micro_batch_size": 0}) for one in described.remedies)
@@ -108,7 +112,11 @@ def judge(prediction: Prediction, limit_bytes: int | None) -> GateAnswer:
             answer = server.ask_in_time("POST", "/gate", question.model_dump_json().encode(), seconds=_GATE_S)
             return GateAnswer.model_validate(answer)
         except (ServerAway, ValueError) as error:
-            logger.warning("the server %s cannot be used (%s): its team's errors are not known here", server.url, error)
+            why = "the answer is not one of autobatch" if isinstance(error, ValueError) else error
+            raise AutobatchError(
+                f"the server {server.url} cannot be used ({why}), so its team's errors are not known; "
+                f"unset AUTOBATCH_SERVER to judge by the prediction's own margin"
+            ) from None
         except Refused as error:
             raise AutobatchError(f"the server {server.url} does not take this prediction: {error}") from None
     reason = "no server of a team was asked, and this is the prediction's own margin"

@@ -25,12 +25,12 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from autobatch.events.run_history import Run
-from autobatch.ledger.server import Server, ServerAway
+from autobatch.ledger.server import NotTaken, Server, ServerAway
 from autobatch.ledger.store import Store, runs_id, warn_once
 from autobatch.ledger.wire import Summaries, describe_plan, describe_run, read_cards
 from autobatch.plan import Plan
 from autobatch.records import DeviceInfo, Record
-from autobatch.service.records import PredictionIn, RunEnd, RunIn
+from autobatch.service.records import PredictionIn, RunEnd, RunIn, Stored
 
 _TICK_S = 10.0
 _RETRY_S, _MOST_RETRY_S = 30.0, 300.0
@@ -76,6 +76,7 @@ class Courier:
         self._failures = 0
         self.paths = os.environ.get("AUTOBATCH_SHARE_PATHS", "").strip().lower() in {"1", "on", "true", "yes"}
         self.away_until = -float("inf")
+        self.refused: list[str] = []  # records that the server will not take, and why
 
     @staticmethod
     def of(home: Path, server: Server) -> Courier:
@@ -122,6 +123,9 @@ class Courier:
         """Warn once in this process, and do not ask again at once."""
         self._failures += 1
         self.away_until = time.monotonic() + min(_RETRY_S * 2 ** (self._failures - 1), _MOST_RETRY_S)
+        self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
         warn_once(
             f"server {self.server.url}",
             f"the server {self.server.url} cannot be used ({error}): plans and runs are kept in {self._home} and "
@@ -133,18 +137,25 @@ class Courier:
 
         Raises:
             ServerAway: The server cannot be reached; the rest stays in the outbox.
+            NotTaken: Some records stay in the outbox; all others are done.
         """
-        count = 0
+        count, kept = 0, list[str]()
         for name, age_s in self._marks():
             if everything or name in self._own or age_s > _FOREIGN_S:
                 try:
                     count += self._hand_in(name, age_s)
-                except (ServerAway, OSError):
-                    self._followed.clear()  # summaries that were not sent are read again
+                except (NotTaken, OSError) as error:
+                    self._followed.pop(name, None)  # summaries that were not sent are read again
+                    kept.append(f"{name}: {error}")
+                except ServerAway:
+                    self._followed.clear()
                     raise
                 except Exception as error:  # noqa: BLE001 - refused, or damaged: another attempt would end like this one
                     self._drop(name)
+                    self.refused.append(f"{name}: {error}")
                     warn_once("refused", f"the server does not take a record of {name}: {error}; it is left out")
+        if kept:
+            raise NotTaken(kept[0] + (f", and {len(kept) - 1} more are kept" if kept[1:] else ""))
         return count
 
     def end(self) -> None:
@@ -164,6 +175,9 @@ class Courier:
                 self.hand_in()
                 self._failures, self.away_until = 0, -float("inf")
                 pause = _TICK_S if self._own else _FOREIGN_S if any(self._marks()) else None
+            except NotTaken as error:
+                self._warn(error)
+                self._failures, self.away_until, pause = 0, -float("inf"), _RETRY_S
             except Exception as error:  # noqa: BLE001 - no failure here is worth a training
                 self.note_failure(error)
                 pause = self.away_until - time.monotonic()
@@ -218,7 +232,11 @@ class Courier:
         return True
 
     def _post(self, path: str, body: Record) -> None:
-        self.server.ask("POST", path, body.model_dump_json().encode())
+        answer = self.server.ask("POST", path, body.model_dump_json().encode())
+        try:
+            Stored.model_validate(answer)
+        except ValidationError:
+            raise ServerAway("it is another server: its answer is not one of autobatch") from None
 
     def _hand_in_run(self, name: str, plan_id: str, run_id: str) -> bool:
         own, now = self._own.get(name), time.time()
@@ -241,7 +259,9 @@ class Courier:
                 self._post(f"/runs/{run_id}/summaries", summary.model_copy(update={"cards": cards}))
                 self._save(name, run, summary.number + 1)
         if has_ended:
-            end = RunEnd(at=run.last.last_seen_at, outcome=run.last.outcome, reason=run.last.reason)
+            # The text of an error may quote data.
+            reason = run.last.reason if self.paths else run.last.reason.partition(":")[0]
+            end = RunEnd(at=run.last.last_seen_at, outcome=run.last.outcome, reason=reason)
             self._post(f"/runs/{run_id}/end", end)
         if has_ended or (is_silent and own is None):
             self._drop(name)

@@ -19,12 +19,16 @@ from autobatch.errors import InvalidArgument
 
 TIMEOUT_S = 2.0
 _LARGEST_ANSWER = 16 * 2**20  # bytes: ten plans are far less
-_LATER = {408, 425, 429}  # and 5xx
-_NEVER = {400, 404, 409, 413, 422}  # these records will not be taken at any time
+_PROBLEM = "application/problem+json"
+_OF_ALL = {421, 429}  # another record would be answered the same
 
 
 class ServerAway(Exception):
     """The server did not answer, or its answer cannot be used; a later attempt may succeed."""
+
+
+class NotTaken(ServerAway):
+    """The server did not take this record now, and may take others."""
 
 
 class Refused(Exception):
@@ -59,11 +63,11 @@ class Server:
         """Return the answer, read from JSON.
 
         Raises:
-            ServerAway: The server did not answer, or its answer cannot be used.
+            ServerAway: The server did not answer, or its answer cannot be used; ``NotTaken`` if others may be taken.
             Refused: The server refuses this body for good.
         """
         try:
-            status, content = self._send(method, path, body, time.monotonic() + seconds, seconds)
+            status, kind, content = self._send(method, path, body, time.monotonic() + seconds, seconds)
             answer = json.loads(content) if 200 <= status < 300 else None
         except (OSError, HTTPException, ValueError, RecursionError) as error:
             raise ServerAway(f"{type(error).__name__}: {error}") from None
@@ -71,9 +75,11 @@ class Server:
             return answer
         if status in {401, 403}:
             raise ServerAway("it does not take AUTOBATCH_TOKEN for this")
-        if status in _NEVER:
-            raise Refused(_read_detail(content) or f"it answered {status}")
-        raise ServerAway(f"it answered {status}")
+        detail = _read_detail(content) if kind == _PROBLEM else ""
+        if status in (409, 422) and detail:  # only our service answers so, and only about the record itself
+            raise Refused(detail)
+        why = f"it answered {status}: {detail}" if detail else f"it answered {status}"
+        raise (ServerAway if status in _OF_ALL else NotTaken)(why)
 
     def ask_in_time(self, method: str, path: str, body: bytes | None = None, *, seconds: float = TIMEOUT_S) -> Any:
         """Ask in a thread, and leave it alone after so many seconds: a look-up of a name has no timeout."""
@@ -94,15 +100,18 @@ class Server:
             raise error
         return answer
 
-    def _send(self, method: str, path: str, body: bytes | None, deadline: float, seconds: float) -> tuple[int, bytes]:
+    def _send(
+        self, method: str, path: str, body: bytes | None, deadline: float, seconds: float
+    ) -> tuple[int, str, bytes]:
         parts = urlsplit(self.url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=seconds)
+        scheme = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = scheme(parts.hostname or "", parts.port, timeout=seconds)
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         try:
             connection.request(method, f"{parts.path}/api/v1{path}", body, headers)
             with connection.getresponse() as response:
-                return response.status, _read_within(response, deadline)
+                kind = response.headers.get_content_type()
+                return response.status, kind, _read_within(response, deadline)
         finally:
             connection.close()
 

@@ -11,7 +11,6 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -29,6 +28,7 @@ _LOOK_EVERY_S = 10.0
 WATCHED_S = 3600.0  # a run that nobody heard of for so long is no news
 _RESEND_S = 24 * 3600.0
 _TIMEOUT_S = 5.0
+_REFUSED = "the webhook answered"  # with an error, perhaps to this text alone
 
 logger = logging.getLogger("autobatch")
 
@@ -52,8 +52,12 @@ class Alerts:
 
     def _watch(self) -> None:
         while not self._ending.wait(_LOOK_EVERY_S):
-            with suppress(SQLAlchemyError, Busy):  # the requests report it
+            try:
                 self.check()
+            except (SQLAlchemyError, Busy):  # the requests report it
+                continue
+            except Exception as error:  # noqa: BLE001 - without the watch nobody hears of any run
+                logger.error("the runs cannot be watched: %s", type(error).__name__)  # noqa: TRY400 - one line
 
     def check(self) -> None:
         """Note what is new, and send what was not sent yet."""
@@ -66,9 +70,11 @@ class Alerts:
                 self._store.add_alert(run.id, kind, f"{run.model or 'a run'} on {run.host} ({run.id}): {text}")
         if self._webhook:
             for alert in self._store.alerts(unsent_since=now - _RESEND_S):
-                if self._ending.is_set() or self._send(alert.text, alert):
+                failed = "the server ends" if self._ending.is_set() else self._send(alert.text, alert)
+                if not failed:
+                    self._store.alert_sent(alert)
+                elif not failed.startswith(_REFUSED):
                     break  # the webhook is away: the next look tries again
-                self._store.alert_sent(alert)
 
     def _find(self, run: RunLine, small_since: float, now: float) -> Iterator[tuple[str, str]]:
         if run.state == "silent":
@@ -106,7 +112,7 @@ class Alerts:
                 return ""
         except urllib.error.HTTPError as error:
             error.close()
-            failed = f"the webhook answered {error.code}"
+            failed = f"{_REFUSED} {error.code}"
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             failed = f"the webhook cannot be reached: {' '.join(str(reason).split())[:200]}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.concurrency import run_in_threadpool
 
 from autobatch.report.difference import diff_plans_data
 from autobatch.service.answers import (
@@ -45,15 +48,36 @@ from autobatch.service.records import (
 from autobatch.service.state import Service
 
 COOKIE = "autobatch_token"
-_MOST_STREAMS = 500
+_MOST_STREAMS, _MOST_STREAMS_OF_ONE = 500, 20
 _LOOK_EVERY_S = 1.0
 _KEEP_ALIVE_EVERY = 15  # looks
+_NO_TOKEN = "pass a valid token: Authorization: Bearer abt_..."  # noqa: S105 - a message
 
 _problems: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem, "content": {"application/problem+json": {}}}
-    for status in (400, 401, 403, 404, 405, 409, 413, 422, 429, 503)
+    for status in (400, 401, 403, 404, 405, 409, 413, 421, 422, 429, 503)
 }
-router = APIRouter(prefix="/api/v1", responses=_problems)
+
+
+class _TokenFirst(APIRoute):
+    """Checks the token before the body is read, so that a stranger's body costs nothing."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+
+        async def check_and_answer(request: Request) -> Response:
+            given = request.headers.get("authorization", "").partition(" ")
+            text = given[2].strip() if given[0].lower() == "bearer" else None
+            token = await run_in_threadpool(find_token, request, request.app.state.service, text)
+            if token is None:
+                raise HTTPException(401, _NO_TOKEN, {"WWW-Authenticate": "Bearer"})
+            request.state.token = token
+            return await answer(request)
+
+        return check_and_answer
+
+
+router = APIRouter(prefix="/api/v1", responses=_problems, route_class=_TokenFirst)
 
 PlanId = Annotated[Id, Path(description="Id of a plan.")]
 PredictionId = Annotated[Id, Path(description="Id of a prediction.")]
@@ -87,14 +111,15 @@ def find_token(request: Request, service: Service, text: str | None) -> Token | 
     return token
 
 
-def _require(role: Role) -> Callable[..., Token]:
-    def check(
+def _require(role: Role) -> Callable[..., Coroutine[Any, Any, Token]]:
+    async def check(
         request: Request, service: This, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
     ) -> Token:
-        token = find_token(request, service, given.credentials if given else None)
+        token: Token | None = getattr(request.state, "token", None)  # of a route of this module
         if token is None:
-            message = "pass a valid token: Authorization: Bearer abt_..."
-            raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
+            token = await run_in_threadpool(find_token, request, service, given.credentials if given else None)
+        if token is None:
+            raise HTTPException(401, _NO_TOKEN, {"WWW-Authenticate": "Bearer"})
         if token.level < role:
             raise HTTPException(403, f"this needs the role {role.name}, and the token {token.name} is a {token.role}")
         return token
@@ -248,15 +273,15 @@ def send_test(service: This, _: Admin) -> AlertTested:
 
 
 @router.get("/events", response_class=StreamingResponse)
-async def stream_events(service: This, _: Reader) -> StreamingResponse:
+async def stream_events(service: This, token: Reader) -> StreamingResponse:
     """Send an event whenever something was written; a page then asks for what it shows."""
-    if service.streams >= _MOST_STREAMS:
+    if sum(service.streams.values()) >= _MOST_STREAMS or service.streams[token.hash] >= _MOST_STREAMS_OF_ONE:
         raise HTTPException(503, "too many pages are open", {"Retry-After": "30"})
-    return StreamingResponse(_watch(service), media_type="text/event-stream")
+    return StreamingResponse(_watch(service, token.hash), media_type="text/event-stream")
 
 
-async def _watch(service: Service) -> AsyncIterator[str]:
-    service.streams += 1
+async def _watch(service: Service, whose: str) -> AsyncIterator[str]:
+    service.streams[whose] += 1
     try:
         seen, quiet = -1, 0
         while not service.closing.is_set():
@@ -271,7 +296,7 @@ async def _watch(service: Service) -> AsyncIterator[str]:
             except asyncio.TimeoutError:
                 continue
     finally:
-        service.streams -= 1
+        service.streams -= Counter([whose])
 
 
 @router.get("/openapi.json", include_in_schema=False)

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late  # not Python's own one before 3.11
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Engine, Table, create_engine, event, insert, select
+from sqlalchemy import Connection, Engine, create_engine, event, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
@@ -60,14 +59,17 @@ class Database:
             AutobatchError: The database cannot be used.
         """
         engine = _make_engine(url)
+        if engine.dialect.name == "sqlite":
+            with suppress(OSError):  # SQLite reports it
+                Path(engine.url.database or "").touch(mode=0o600)  # hashes of tokens and names are for nobody else
         try:
             if migrate:
                 _migrate(engine)
             else:
                 engine.connect().close()
-        except (SQLAlchemyError, OSError) as error:
+        except (SQLAlchemyError, OSError, TypeError, ValueError) as error:  # also settings that a driver does not know
             engine.dispose()
-            raise AutobatchError(f"the database cannot be used: {describe_fault(error)}") from error
+            raise AutobatchError(f"the database cannot be used: {_describe_start(error, engine)}") from error
         return cls(engine)
 
     def close(self) -> None:
@@ -140,20 +142,23 @@ class Database:
                 future.set_exception(failed)
 
     def copy_to(self, other: Database) -> int:
-        """Copy all rows, as they are at one moment, to a database without rows; return how many."""
+        """Copy all rows, as they are at one moment, to a database without rows in one transaction; return how many."""
         count = 0
         level = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
-        with self._engine.connect().execution_options(**level) as source, source.begin():
+        with (
+            self._engine.connect().execution_options(**level) as source,
+            source.begin(),
+            other._engine.connect().execution_options(writes=True) as target,
+            target.begin(),
+        ):
+            if any(target.execute(select(table).limit(1)).first() for table in Base.metadata.sorted_tables):
+                raise AutobatchError("the database has rows already, and takes a copy only if it is empty")
             for table in Base.metadata.sorted_tables:
                 with source.execution_options(yield_per=_ROWS_AT_ONCE).execute(select(table)) as rows:
                     for part in rows.mappings().partitions(_ROWS_AT_ONCE):
-                        other.write(partial(_add_rows, table, [dict(row) for row in part]))
+                        target.execute(insert(table), [dict(row) for row in part])
                         count += len(part)
         return count
-
-
-def _add_rows(table: Table, rows: list[dict[str, Any]], connection: Connection) -> None:
-    connection.execute(insert(table), rows)
 
 
 def describe_fault(error: Exception) -> str:
@@ -171,10 +176,21 @@ def describe_fault(error: Exception) -> str:
     return type(error).__name__
 
 
+def _describe_start(error: Exception, engine: Engine) -> str:
+    """Return why a database cannot be opened, to whoever starts the server: with the driver's first line."""
+    fault = describe_fault(error)
+    original = getattr(error, "orig", None) or error
+    lines = str(original).splitlines()
+    if fault != type(original).__name__ or not lines:
+        return fault
+    password = engine.url.password
+    return lines[0].replace(str(password), "***")[:300] if password else lines[0][:300]
+
+
 def _make_engine(url: str) -> Engine:
     try:
         parsed = make_url(url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):  # the second one for a port that is not a number
         raise InvalidArgument(
             "--database takes sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME, and this is neither"
         ) from None
@@ -191,7 +207,7 @@ def _make_engine(url: str) -> Engine:
             connect_args=limits,
             execution_options=_COUNTED,
         )
-    if parsed.drivername not in {"sqlite", "sqlite+pysqlite"} or not parsed.database:
+    if parsed.drivername not in {"sqlite", "sqlite+pysqlite"} or parsed.database in {None, "", ":memory:"}:
         raise InvalidArgument(
             f"--database {parsed.drivername}: take sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
         )

@@ -29,10 +29,14 @@ from autobatch.service.records import Id, Name, OptionalId
 
 _COOKIE_S = 30 * 24 * 3600
 _ENTRIES = 50
+_LARGEST_LOGIN = 4096  # bytes
 _LIVE_S = 24 * 3600  # one that was killed longer ago is in the list of all
 _MOST_LIVE = 200
 _COLUMNS = 110  # of a comparison
+_MOST_TRIALS = 200  # of a report
 _drawing = threading.Lock()  # matplotlib has one style for all threads
+_turns = threading.BoundedSemaphore(4)  # others would take all threads of the service
+_PATIENCE_S = 3.0
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
@@ -103,7 +107,8 @@ def show_plan(plan_id: Id, request: Request, service: This, token: Visitor) -> R
     host, plan = service.store.find_plan(plan_id)
     runs, _ = service.store.list_runs(plan_id=plan_id)
     report = Markup(_report(plan_id, plan.model_dump_json()))  # noqa: S704 - the report has escaped it
-    return _page(request, token, "plan.html", plan_id=plan_id, plan=plan, host=host, runs=runs, report=report)
+    values: dict[str, Any] = {"host": host, "runs": runs, "report": report, "most_trials": _MOST_TRIALS}
+    return _page(request, token, "plan.html", plan_id=plan_id, plan=plan, **values)
 
 
 @router.get("/compare")
@@ -187,7 +192,12 @@ def show_login(request: Request) -> Response:
 
 @router.post("/login")
 async def log_in(request: Request, service: This) -> Response:
-    form = parse_qs((await request.body()).decode("utf-8", "replace"))
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _LARGEST_LOGIN:
+            raise HTTPException(413, "this is no token")
+    form = parse_qs(body.decode("utf-8", "replace"))
     text = form.get("token", [""])[0].strip()
     token = await run_in_threadpool(find_token, request, service, text) if text else None
     if token is None:
@@ -253,10 +263,29 @@ def chart_memory(summaries: list[SummaryLine], limit_bytes: int) -> MemoryChart 
     return MemoryChart(points, 100 * limit_bytes / whole, 100 * highest / whole, highest, begin, end)
 
 
+def _report(plan_id: str, content: str) -> str:
+    """Return a report, one at a time; whoever would wait long for it is sent away."""
+    busy = HTTPException(503, "too many reports are being drawn", {"Retry-After": "5"})
+    if not _turns.acquire(blocking=False):
+        raise busy
+    try:
+        if not _drawing.acquire(timeout=_PATIENCE_S):
+            raise busy
+        try:
+            return _draw_report(plan_id, content)
+        finally:
+            _drawing.release()
+    finally:
+        _turns.release()
+
+
 @lru_cache(64)
-def _report(_plan_id: str, content: str) -> str:
-    with _drawing:
-        return render_fragment(PlanRecord.model_validate_json(content))
+def _draw_report(_plan_id: str, content: str) -> str:
+    plan = PlanRecord.model_validate_json(content)
+    if (count := len(plan.trials)) > _MOST_TRIALS:
+        shown = tuple(plan.trials[index * count // _MOST_TRIALS] for index in range(_MOST_TRIALS))
+        plan = plan.model_copy(update={"trials": shown})
+    return render_fragment(plan)
 
 
 def _more(following: str | None, **filters: str) -> str:

@@ -35,8 +35,8 @@ Each record has an id (a summary has the run and its number). The service stores
 with ``new`` false, and the first one stays. So a client hands in again whatever it has no answer for.
 
 An error is a JSON object (RFC 9457, ``application/problem+json``) with ``title``, ``status`` and ``detail``, one line.
-408, 429 and 5xx: hand in again later, after ``Retry-After`` seconds if the answer has that. 401 and 403: the token is
-wrong. 400, 404, 409, 413 and 422: this record will never be taken, so drop it.
+409 and 422: this record will never be taken, so drop it. 401 and 403: the token is wrong. All else says nothing about
+the record: hand it in again later, after ``Retry-After`` seconds if the answer has that.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
@@ -15,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse, Response
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from autobatch._formatting import is_one_line
 from autobatch._version import __version__
@@ -30,6 +32,7 @@ from autobatch.service.state import Service, Settings
 
 _LONGEST_DETAIL = 300
 _END_WITHIN_S = 5
+_HEADERS_WITHIN_S = 10.0
 _MOST_CONNECTIONS = 5000
 
 logger = logging.getLogger("autobatch")
@@ -82,7 +85,9 @@ def _answer(request: Request, status: int, detail: str, headers: dict[str, str] 
     """Return an error: as JSON to a program, as a page to a browser."""
     if request.url.path.startswith("/api/") or "text/html" not in request.headers.get("accept", ""):
         return problem(status, detail, headers)
-    return show_error(request, status, detail)
+    page = show_error(request, status, detail)
+    page.headers.update(headers or {})
+    return page
 
 
 async def _ask_for_login(_: Request, __: LoginNeeded) -> Response:
@@ -121,6 +126,24 @@ async def _fail(request: Request, error: Exception) -> Response:
     return _answer(request, 500, "the server has a fault; its log has more")
 
 
+class _Protocol(H11Protocol):
+    """Ends connections on which no request comes, or only a part of its headers: uvicorn waits for ever."""
+
+    _last: object = None  # the answer that was over at the last look
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(_HEADERS_WITHIN_S, self._look)
+
+    def _look(self) -> None:
+        is_waiting = self.cycle is None or self.cycle.response_complete
+        if is_waiting and self.cycle is self._last:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self._last = self.cycle if is_waiting else self
+            self.loop.call_later(_HEADERS_WITHIN_S, self._look)
+
+
 class _Server(uvicorn.Server):
     """Ends open streams before uvicorn waits for their connections."""
 
@@ -140,6 +163,7 @@ def make_server(service: Service) -> uvicorn.Server:
         make_app(service),
         host=settings.host,
         port=settings.port,
+        http=_Protocol,
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from autobatch.service.records import LARGEST_BODY
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _MOST_ADDRESSES = 10_000
+_BODY_WITHIN_S = 30.0
 _TITLES = {
     400: "Bad request",
     401: "Not authenticated",
@@ -27,6 +29,7 @@ _TITLES = {
     409: "Conflict",
     413: "Too large",
     415: "Wrong type",
+    421: "Another server",
     422: "Not valid",
     429: "Too many requests",
     500: "Internal error",
@@ -74,13 +77,15 @@ class Shield:
     def __init__(self, app: ASGIApp, hosts: Collection[str], limit: RateLimit, metrics: Metrics) -> None:
         self._app, self._hosts, self._limit, self._metrics = app, frozenset(hosts), limit, metrics
 
-    async def __call__(  # noqa: C901 - one request from its beginning to its end
+    async def __call__(  # noqa: C901, PLR0915 - one request from its beginning to its end
         self, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         began, status, received, is_refused = time.perf_counter(), 500, 0, False
+        broken: Response | None = None  # answer to a body that is too large or too slow
+        left_s: float | None = _BODY_WITHIN_S  # None once the body is whole
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
@@ -93,26 +98,34 @@ class Shield:
 
         async def send_safely(message: Message) -> None:
             nonlocal is_refused
-            if received <= LARGEST_BODY:
+            if broken is None:
                 await send_with_headers(message)
             elif not is_refused:  # FastAPI has taken it for a body that cannot be parsed
                 is_refused = True
-                await problem(413, _too_large())(scope, receive, send_with_headers)
+                await broken(scope, receive, send_with_headers)
 
         async def receive_within_limit() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, broken, left_s
+            asked = time.perf_counter()
+            try:
+                message = await (receive() if left_s is None else asyncio.wait_for(receive(), max(left_s, 0)))
+            except asyncio.TimeoutError:
+                broken = problem(408, f"the body took longer than {_BODY_WITHIN_S:g} s", {"Connection": "close"})
+                raise _BrokenError from None
             received += len(message.get("body", b""))
             if received > LARGEST_BODY:
-                raise _TooLargeError
+                broken = problem(413, _too_large(), {"Connection": "close"})
+                raise _BrokenError
+            if left_s is not None:
+                left_s = left_s - (time.perf_counter() - asked) if message.get("more_body") else None
             return message
 
         try:
             refused = self._refuse(HTTPConnection(scope), scope["method"])
             await (refused or self._app)(scope, receive_within_limit, send_safely)
-        except _TooLargeError:
-            if not is_refused:
-                await problem(413, _too_large())(scope, receive, send_with_headers)
+        except _BrokenError:
+            if not is_refused and broken is not None:
+                await broken(scope, receive, send_with_headers)
         finally:
             route = scope.get("route")
             self._metrics.count(scope["method"], getattr(route, "path", "other"), status, time.perf_counter() - began)
@@ -120,7 +133,7 @@ class Shield:
     def _refuse(self, request: HTTPConnection, method: str) -> Response | None:
         host = _host_of(request.headers.get("host", ""))
         if host not in self._hosts and "*" not in self._hosts:
-            return problem(400, "the Host header names another server; --allow-host allows it")
+            return problem(421, "the Host header names another server; --allow-host allows it")
         origin = request.headers.get("origin", "")
         if method not in {"GET", "HEAD"} and origin and urlsplit(origin).netloc != request.headers.get("host"):
             return problem(403, "the request comes from a page of another site")
@@ -132,7 +145,7 @@ class Shield:
         return None
 
 
-class _TooLargeError(Exception):
+class _BrokenError(Exception):
     pass
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
 from autobatch.service.alerts import Alerts
@@ -44,7 +45,7 @@ class Service:
 
     settings: Settings
     database: Database
-    streams: int = 0  # pages that watch
+    streams: Counter[str] = field(default_factory=Counter)  # pages that watch, by token
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     metrics: Metrics = field(default_factory=Metrics)
     failures: RateLimit = field(default_factory=lambda: RateLimit(rate=1, burst=30))  # wrong tokens

@@ -82,6 +82,7 @@ def serving_team(port: int = 0) -> Iterator[TeamServer]:
 
         def reply(self, status: int, content: bytes) -> None:
             self.send_response(status)
+            self.send_header("Content-Type", "application/json" if status < 400 else "application/problem+json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)

@@ -113,14 +113,24 @@ def test_the_gate_opens_and_closes(team, capsys):
 
 @pytest.mark.predicts
 def test_the_gate_works_without_its_server(here, monkeypatch, capsys):
-    """By the prediction's own margin, with a line where a server was named."""
+    """By the prediction's own margin. A server that was named and cannot be asked is an error."""
     assert main(GATE) == 0
     assert "own margin" in capsys.readouterr().out
     monkeypatch.setenv("AUTOBATCH_SERVER", "http://127.0.0.1:9")
-    assert main(GATE) == 0
+    assert main(GATE) == 1
     captured = capsys.readouterr()
-    assert "own margin" in captured.out
-    assert "http://127.0.0.1:9 cannot be used" in captured.err
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert "http://127.0.0.1:9 cannot be used" in line
+
+
+@pytest.mark.predicts
+def test_the_gate_is_closed_to_a_wrong_token(team, monkeypatch, capsys):
+    """With what is wrong in one line."""
+    monkeypatch.setenv("AUTOBATCH_TOKEN", "abt_wrong")
+    assert main(GATE) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "does not take AUTOBATCH_TOKEN" in line
 
 
 @pytest.mark.parametrize(
@@ -154,6 +164,18 @@ def test_a_whole_ledger_is_pushed_once(team, here, capsys):
         ["r-a1", "r-a2"],
     )
     assert [one.steps for one in team.summaries.values()] == [3, 3]
+
+
+def test_a_push_that_leaves_something_behind_is_an_error(team, here, capsys):
+    """It names what the server refuses, and hands in the rest."""
+    taken = team.take
+    team.take = lambda path, body: (422, {"detail": "no"}) if b'"a1"' in body else taken(path, body)
+    for name in ("a1", "a2"):
+        Store(team_home()).add_plan(make_plan(name))
+    assert main(["push"]) == 1
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "does not take plans" in line]
+    assert "a1.json: no" in line
+    assert list(team.plans) == ["a2"]
 
 
 def test_a_push_without_an_answer_is_an_error(here, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from ledgers import ROOT, finished, make_plan, resized, retried, run_process, start_process
+from ledgers import ROOT, add_run, finished, make_plan, make_update, resized, retried, run_process, start_process
 from plans import make_whole_plans
 from team_server import TOKEN, serving_team, wait_for
 from torch import nn
@@ -391,6 +391,52 @@ def test_a_record_that_the_server_refuses_is_left_out(team, tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
+def page_of_a_proxy(handler):
+    """A page in place of an answer."""
+    handler.send_response(422)
+    handler.send_header("Content-Length", "0")
+    handler.end_headers()
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 409, 413, 421, 500, 503, "a proxy", "another server"])
+def test_an_answer_that_is_not_about_the_record_loses_nothing(team, tmp_path, status):
+    """A wrong host, a wrong path and a proxy keep the mark; the next attempt hands it in."""
+    courier = Courier(tmp_path, Server.named())
+    Store(tmp_path).add_plan(make_plan())
+    courier.note_plan(make_plan())
+    marks = outbox(tmp_path)
+    if status == "a proxy":
+        team.trouble = page_of_a_proxy
+    elif status == "another server":
+        team.trouble = another_json
+    else:
+        team.trouble = lambda handler: handler.reply(status, b'{"detail": "no"}')
+    with pytest.raises(ServerAway):
+        courier.hand_in()
+    assert outbox(tmp_path) == marks
+    team.trouble = None
+    assert courier.hand_in() == 1
+
+
+def test_one_record_does_not_block_those_behind_it(team, tmp_path, caplog):
+    """Neither one that the server fails on nor a mark that cannot be read; both are kept."""
+    taken = team.take
+    team.take = lambda path, body: (500, {"detail": "no"}) if b'"a1"' in body else taken(path, body)
+    courier = Courier(tmp_path, Server.named())
+    for name in ("a1", "a2"):
+        Store(tmp_path).add_plan(make_plan(name))
+        courier.note_plan(make_plan(name))
+    (tmp_path / "outbox" / "predictions.0.json").mkdir()
+    with pytest.raises(ServerAway, match=r"a1\.json: it answered 500"):
+        courier.hand_in(everything=True)
+    assert list(team.plans) == ["a2"]
+    assert len(outbox(tmp_path)) == 2
+    team.take = taken
+    with pytest.raises(ServerAway, match=r"predictions\.0"):
+        courier.hand_in(everything=True)
+    assert list(team.plans) == ["a2", "a1"]
+
+
 def test_a_damaged_mark_costs_itself(team, tmp_path, caplog):
     """Those after it are handed in."""
     courier = Courier(tmp_path, Server.named())
@@ -492,6 +538,19 @@ assert os.waitpid(child, 0)[1] == 0
     _, errors = run_process(program)
     assert errors == ""
     assert {team.runs[run].plan_id: team.summaries[run, 0].steps for run in team.runs} == {"a1": 5, "b1": 1}
+
+
+def test_of_an_error_only_the_type_is_handed_in(team, tmp_path, monkeypatch):
+    """Its text may quote data; with the variable the first line too."""
+    monkeypatch.setattr(courier_module, "_SILENT_S", -float("inf"))
+    for name in ("", "1"):
+        monkeypatch.setenv("AUTOBATCH_SHARE_PATHS", name)
+        update = make_update(0, f"r{name}", 3, plan_id="a1", outcome="failed", reason="KeyError: 'Jane Doe'")
+        add_run(Store(tmp_path), make_plan(), update)
+        courier = Courier(tmp_path, Server.named())
+        courier.note_everything()
+        courier.hand_in(everything=True)
+    assert {name: end.reason for name, end in team.ends.items()} == {"r": "KeyError", "r1": "KeyError: 'Jane Doe'"}
 
 
 def test_several_processes_share_one_ledger(team, tmp_path):

@@ -19,8 +19,8 @@ class Webhook(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        refuses = self.server.refusals > 0
-        self.server.refusals -= refuses
+        refuses = self.server.refusals > 0 or "Poison" in body["text"]
+        self.server.refusals -= self.server.refusals > 0
         if not refuses:
             self.server.messages.append(body)
         self.send_response(500 if refuses else 200)
@@ -138,6 +138,29 @@ def test_an_alert_is_sent_until_it_is_taken(service, alerts, webhook):
         alerts.check()
     assert kinds(webhook) == ["near limit"]
     assert service.store.alerts()[0].sent_at > 0
+
+
+def test_a_text_that_the_webhook_refuses_stops_no_other(service, alerts, webhook):
+    """Those behind it are sent."""
+    for name, model in (("r1", "Net"), ("r2", "Poison"), ("r3", "Net")):
+        begin(service, name, model=model)
+        summarise(service, 0, name, held_bytes=20 * GIB)
+    alerts.check()
+    assert sorted(message["run"] for message in webhook.messages) == ["r1", "r3"]
+
+
+def test_no_error_ends_the_watch(service, monkeypatch, caplog):
+    """It costs a line, and the next look goes on."""
+    monkeypatch.setattr("autobatch.service.alerts._LOOK_EVERY_S", 0.01)
+    looks = []
+    monkeypatch.setattr(service.store, "live_runs", lambda since: looks.append(1) or 1 / 0)
+    service.alerts.start()
+    deadline = time.monotonic() + 10
+    while len(looks) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    service.alerts.stop()
+    assert len(looks) >= 3
+    assert "ZeroDivisionError" in caplog.messages[0]
 
 
 def test_the_test_button(service, alerts, webhook):

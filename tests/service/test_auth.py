@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import threading
+
 import pytest
 from fastapi.testclient import TestClient
 from services import make_plan_in, make_run_in
 from sqlalchemy import text
+from team_server import wait_for
 
 from autobatch.errors import InvalidArgument
 from autobatch.service.records import LARGEST_BODY
-from autobatch.service.server import make_app
+from autobatch.service.server import make_app, make_server
 from autobatch.service.shield import RateLimit
 from autobatch.service.state import Service, Settings
 
@@ -83,7 +88,7 @@ def test_an_open_server_asks_for_no_token(database):
 def test_other_hosts_and_sites_are_refused(client):
     """A name that an attacker points at this machine, and a page of another site that posts here."""
     for host in ("evil.example", "evil.example:8765", "", "127.0.0.1.evil.example"):
-        assert client.get("/api/v1/me", headers={"Host": host}).status_code == 400
+        assert client.get("/api/v1/me", headers={"Host": host}).status_code == 421
     for host in ("127.0.0.1:8765", "localhost", "[::1]:8765", "TestServer"):
         assert client.get("/api/v1/me", headers={"Host": host}).status_code == 200
     for origin in ("http://evil.example", "null", "http://testserver:1"):
@@ -104,6 +109,67 @@ def test_large_bodies_are_refused(client):
         answer = client.post("/api/v1/plans", content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 413
         assert answer.headers["content-type"] == "application/problem+json"
+
+
+@ON_SQLITE
+def test_a_stranger_s_body_is_not_read(client_of):
+    """Without a token the first bytes are too many, and a login takes no more than a token."""
+    stranger = client_of()
+    for path in ("/api/v1/plans", "/api/v1/runs/r/summaries"):
+        body = b"[" * 100_000
+        assert stranger.post(path, content=body, headers={"Content-Type": "application/json"}).status_code == 401
+    app, messages, answers = stranger.app, [], []
+
+    async def receive():
+        messages.append(1)
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        answers.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/plans", "query_string": b"", "client": ("1.2.3.4", 5)}
+    scope |= {"headers": [(b"host", b"testserver")], "http_version": "1.1", "scheme": "http", "root_path": ""}
+    asyncio.run(app(scope, receive, send))
+    assert (answers[0]["status"], messages) == (401, [])
+    assert stranger.post("/login", content=b"a=&" * 2000).status_code == 413
+
+
+@ON_SQLITE
+def test_silent_connections_are_ended(service, monkeypatch):
+    """Without a byte, within the headers, after a request and within the body; a stream stays open."""
+    monkeypatch.setattr("autobatch.service.server._HEADERS_WITHIN_S", 0.3)
+    monkeypatch.setattr("autobatch.service.shield._BODY_WITHIN_S", 0.3)
+    token = service.tokens.create("ci", "admin")
+    server = make_server(service)
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    head = f"HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
+    body = f"POST /api/v1/plans {head}Content-Type: application/json\r\nContent-Length: 9\r\n\r\n["
+    try:
+        wait_for(lambda: server.started)
+        stream = socket.create_connection(listener.getsockname())
+        stream.sendall(f"GET /api/v1/events {head}\r\n".encode())
+        for sent in ("", "GET", f"GET /healthz {head}\r\nGET", body):
+            with socket.create_connection(listener.getsockname()) as silent:
+                silent.settimeout(5)
+                silent.sendall(sent.encode())
+                answer = b"".join(iter(lambda: silent.recv(65536), b""))
+                assert (b"408" in answer) == (sent == body), sent
+        assert sum(service.streams.values()) == 1
+        stream.close()
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@ON_SQLITE
+def test_streams_of_one_token_are_counted(service, client):
+    """Twenty, so that one reader cannot take those of all."""
+    [token] = service.tokens.list()
+    service.streams[token.hash] = 20
+    assert client.get("/api/v1/events").status_code == 503
+    service.streams.clear()
 
 
 @ON_SQLITE

@@ -8,6 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 from services import GIB, make_card, make_plan_in, make_prediction, make_run_in, make_summary
 
+from autobatch.service import pages
 from autobatch.service.pages import chart_memory
 from autobatch.service.records import RunIn, RunSummary
 from autobatch.service.server import make_app
@@ -101,3 +102,23 @@ def test_memory_over_time_is_labelled(service, client):
     plot = text[text.index('<div class="plot">') : text.index("<figcaption>")]
     labels = re.findall(r">([^<>\n]+)<", plot)
     assert labels == ["0", "20.0 GiB", "18.0 GiB", "2001-09-09 01:46 UTC", "2001-09-09 02:46 UTC"]
+
+
+def test_a_plan_with_many_trials_is_drawn_in_part(browser, client):
+    """An even choice of them, and the page says so; one report is drawn at a time."""
+    plan = make_plan_in("many")
+    [trial, *_] = plan["plan"]["trials"]
+    plan["plan"]["trials"] = [{**trial, "micro_batch_size": size + 1} for size in range(9000)]
+    client.post("/api/v1/plans", json=plan).raise_for_status()
+    page = browser.get("/plans/many").text
+    assert "200 of 9000 trials" in page
+    assert len(page) < 1_000_000
+    pages._draw_report.cache_clear()
+    pages._PATIENCE_S, patience = 0.01, pages._PATIENCE_S
+    try:
+        with pages._drawing:
+            answer = browser.get("/plans/many")
+    finally:
+        pages._PATIENCE_S = patience
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert browser.get("/plans/many").status_code == 200

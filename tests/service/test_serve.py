@@ -66,6 +66,50 @@ def test_backup_and_restore_by_command(home, capsys, tmp_path):
     assert run(capsys, "serve", "restore", str(tmp_path / "none"))[0] == 2
 
 
+def test_a_backup_is_whole_or_none(home, capsys, tmp_path):
+    """Of a database that is there, by a draft; a restore into rows changes nothing; nobody else reads either file."""
+    code, printed = run(capsys, "serve", "backup", str(tmp_path / "b.db"), "--database", f"sqlite:///{tmp_path}/no.db")
+    assert (code, len(printed.splitlines()), [path.name for path in tmp_path.iterdir()]) == (1, 1, [])
+    for name in ("one", "two"):
+        run(capsys, "serve", "token", "create", "--name", name, "--database", f"sqlite:///{tmp_path}/{name}.db")
+    first, second = (f"sqlite:///{tmp_path}/{name}.db" for name in ("one", "two"))
+    assert run(capsys, "serve", "backup", str(tmp_path / "b.db"), "--database", first)[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.db", "one.db", "two.db"]
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    code, printed = run(capsys, "serve", "restore", str(tmp_path / "b.db"), "--database", second)
+    assert (code, "has rows" in printed) == (1, True)
+    assert "one" not in run(capsys, "serve", "token", "list", "--database", second)[1]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:s3cret@h:abc/db",
+        "postgresql://u:s3cret@127.0.0.1:1/db",
+        "postgresql://u:s3cret@127.0.0.1:1/db?nosuch=s3cret",
+        "sqlite:///:memory:",
+    ],
+)
+def test_a_database_that_cannot_be_used_costs_one_line(home, capsys, url, tmp_path, monkeypatch):
+    """Without the password, with the cause."""
+    monkeypatch.chdir(tmp_path)
+    code, printed = run(capsys, "serve", "token", "list", "--database", url)
+    assert code in {1, 2}
+    assert len(printed.splitlines()) == 1
+    assert "s3cret" not in printed
+    if url.endswith(":1/db"):
+        assert "port 1 failed" in printed
+
+
+def test_a_home_that_is_a_file_costs_one_line(tmp_path, monkeypatch, capsys):
+    """And no traceback."""
+    monkeypatch.delenv("AUTOBATCH_DATABASE", raising=False)
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    code, printed = run(capsys, "serve", "token", "list")
+    assert (code, len(printed.splitlines())) == (1, 1)
+
+
 @pytest.mark.parametrize(
     "words",
     [
