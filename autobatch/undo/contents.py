@@ -42,7 +42,7 @@ _MOST_BYTES = 16 * 1024**2
 
 
 class Contents:
-    """What containers held at one moment, and copies of arrays and generators.
+    """Record of what containers held at one moment, with copies of arrays and generators.
 
     Attributes:
         tensors: The tensors that were reached, each once.
@@ -132,7 +132,7 @@ def _items_of(container: dict[Any, Any]) -> ItemsView[Any, Any]:
 
 
 def put_entries(container: Any, copy: Any) -> None:
-    """Make a container hold what its copy holds. One that has not changed is not written into."""
+    """Make a container hold what its copy holds. Write into it only if it has changed."""
     if is_same(container, copy):
         return
     container.clear()

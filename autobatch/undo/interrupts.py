@@ -44,7 +44,7 @@ def deferred_interrupts() -> Iterator[None]:
 
 
 def restore_each(*parts: Callable[[], object]) -> None:
-    """Call these in order, without an interrupt between them. One that raises leaves none of the others out."""
+    """Call these in order, without an interrupt between them. If one raises, the others are called all the same."""
     with deferred_interrupts(), ExitStack() as rest:
         for part in reversed(parts):
             rest.callback(part)

@@ -58,7 +58,7 @@ class Undo:
             model: Its modules are recorded, hidden ones too, and copies of their buffers.
             device: The device whose random generator is recorded, beside the CPU's.
             keep: Objects of the user. If a module is among them, its parameters are copied too.
-            written: Memory that earlier steps wrote into: it is copied. What this step writes into is added.
+            written: Memory that earlier steps wrote into: it is copied. This step's own is added.
             parameters: Their gradients are recorded.
         """
         named = expand_objects(keep) if keep else []
