@@ -12,11 +12,8 @@ from typing import Any
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from autobatch._bounds import LARGEST, MOST_MICRO_BATCHES, MOST_SAMPLES
-from autobatch._formatting import format_bytes, show_value
+from autobatch._formatting import show_value
 from autobatch.errors import InvalidArgument
-
-LEAST_BYTES = 1024
-"""Least budget and headroom that a user can mean: ``budget=24`` was meant in GiB, and ``headroom=5`` as 5 %."""
 
 SIZES = "pass bytes as an int, or a text such as '8GiB' or '512MiB'"
 
@@ -37,13 +34,11 @@ def read_bytes(value: Any) -> int | None:
     return size if 0 < size <= LARGEST else None
 
 
-def parse_bytes(name: str, value: Any, least: int = 1, also: str = "") -> int:
-    """Return bytes from an int or a text; raise ``InvalidArgument`` for another value, and for less than ``least``."""
+def parse_bytes(name: str, value: Any) -> int:
+    """Return bytes from an int or a text; raise ``InvalidArgument`` for another value."""
     size = read_bytes(value)
     if size is None:
-        raise InvalidArgument(f"{name}={show_value(value)} is not a size: {SIZES}{also}")
-    if size < least:
-        raise InvalidArgument(f"{name}={show_value(value)} is {format_bytes(size)}, less than 1 KiB: {SIZES}{also}")
+        raise InvalidArgument(f"{name}={show_value(value)} is not a size: {SIZES}")
     return size
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autobatch._arguments import LEAST_BYTES, parse_bytes
+from autobatch._arguments import parse_bytes
 from autobatch._formatting import show_value
 from autobatch.cli.output import DONE, NO, Answer, check_folder, refusals_of, save_plan
 from autobatch.cli.team import describe_judgement, find_server, judge, share_predictions
@@ -82,7 +82,7 @@ def predict_model(
 
 
 def ask_gate(source: str, options: Mapping[str, Any], limit: str | None) -> Answer:
-    limit_bytes = None if limit is None else parse_bytes("--limit", limit, LEAST_BYTES)
+    limit_bytes = None if limit is None else parse_bytes("--limit", limit)
     arguments = _load(source, predict) | _given(options) | _without_doubles()
     prediction = predict(**arguments)
     answer = judge(prediction, limit_bytes)

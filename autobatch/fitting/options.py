@@ -9,7 +9,6 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from autobatch._arguments import (
-    LEAST_BYTES,
     check_choice,
     check_count,
     check_micro_batches,
@@ -136,7 +135,7 @@ def check_choices(
 ) -> None:
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
-    parse_headroom(headroom, 0 if budget is None else parse_bytes("budget", budget, LEAST_BYTES))
+    parse_headroom(headroom, 0 if budget is None else parse_bytes("budget", budget))
 
 
 def check_switches(**switches: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from autobatch._arguments import LEAST_BYTES, parse_bytes
+from autobatch._arguments import SIZES, parse_bytes, read_bytes
 from autobatch._formatting import format_bytes, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.memory.cpu import CpuDevice
@@ -120,7 +120,7 @@ class Allowance(Record):
 
 def find_allowance(device: Device, budget: Any | None, headroom: Any | None) -> Allowance:
     available, warnings = device.available_bytes(), list[str]()
-    budget_bytes = available if budget is None else parse_bytes("budget", budget, LEAST_BYTES)
+    budget_bytes = available if budget is None else parse_bytes("budget", budget)
     if 0 < available < budget_bytes:
         warnings.append(
             f"budget={show_value(budget)} is more than is available now: {format_bytes(available)} are the budget"
@@ -151,7 +151,9 @@ def parse_headroom(value: Any, budget_bytes: int) -> int:
         # NumPy's float32 would round the product, up to the whole budget.
         return int(budget_bytes * float(fraction))
     is_zero = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value == 0
-    size = 0 if is_zero else parse_bytes("headroom", value, LEAST_BYTES, "; a fraction is a float such as 0.1")
+    size = 0 if is_zero else read_bytes(value)
+    if size is None:
+        raise InvalidArgument(f"headroom={show_value(value)} is not a size: {SIZES}; a fraction is a float such as 0.1")
     if budget_bytes and size >= budget_bytes:
         raise InvalidArgument(
             f"headroom={show_value(value)} leaves nothing of a budget of {format_bytes(budget_bytes)}"

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from autobatch._arguments import check_choice, check_count, check_target, parse_bytes
 from autobatch.errors import InvalidArgument
-from autobatch.fitting.options import check_choices
 from autobatch.memory.devices import DEFAULT_HEADROOM, find_allowance, parse_headroom
 from autobatch.testing import FakeDevice
 
@@ -71,9 +70,9 @@ def test_what_is_no_size_is_refused(value):
         (np.float32(0.25), GIB // 4),
         (np.float16(0.25), GIB // 4),
         (Fraction(1, 4), GIB // 4),
-        (np.int64(5000), 5000),
+        (np.int64(5), 5),
         (np.int64(0), 0),
-        (1024, 1024),
+        (1, 1),
         ("512MiB", 512 * MIB),
         (GIB - 1, GIB - 1),
     ],
@@ -94,9 +93,6 @@ def test_headroom_is_bytes_or_a_fraction(value, byte_count):
         (float("inf"), "headroom=inf: a fraction"),
         ("1GiB", r"headroom='1GiB' leaves nothing of a budget of 1\.0 GiB"),
         (2 * GIB, "headroom=2147483648 leaves nothing"),
-        (5, r"headroom=5 is 5 bytes, less than 1 KiB: .*'512MiB'; a fraction is a float such as 0\.1"),
-        (np.int64(1), "is 1 byte, less than 1 KiB"),
-        ("1023", "headroom='1023' is 1023 bytes"),
         ("5%", "headroom='5%' is not a size"),
         (True, "headroom=True is not a size"),
         (False, "headroom=False is not a size"),
@@ -116,15 +112,6 @@ def test_a_fraction_leaves_something(budget, fraction):
     assert 0 <= parse_headroom(fraction, budget) < budget
 
 
-@pytest.mark.parametrize("value", [24, "24", 1023, "1023B"])
-def test_a_budget_of_a_few_bytes_is_refused(value):
-    """It was meant in a larger unit, as ``budget=24`` for 24 GiB."""
-    message = rf"budget={value!r} is {int(str(value).rstrip('B'))} bytes, less than 1 KiB: .*'8GiB'"
-    for find in (lambda: find_allowance(make_device(GIB), value, None), lambda: check_choices(budget=value)):
-        with pytest.raises(InvalidArgument, match=message):
-            find()
-
-
 def test_without_a_budget_all_that_is_available_is_it():
     """Less the default headroom."""
     allowance = find_allowance(make_device(GIB), None, None)
@@ -133,9 +120,7 @@ def test_without_a_budget_all_that_is_available_is_it():
     assert allowance.warnings == ()
 
 
-@pytest.mark.parametrize(
-    ("asked", "budget", "is_warned"), [("1GiB", GIB, False), (2 * GIB, GIB, True), (5000, 5000, False)]
-)
+@pytest.mark.parametrize(("asked", "budget", "is_warned"), [("1GiB", GIB, False), (2 * GIB, GIB, True), (5, 5, False)])
 def test_a_budget_is_never_more_than_what_is_available(asked, budget, is_warned):
     """More is cut to what there is, and said; the headroom is a fraction of what remains."""
     allowance = find_allowance(make_device(GIB), asked, 0.5)
