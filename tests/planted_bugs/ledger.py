@@ -22,12 +22,3 @@ def a_record_is_done_without_an_answer(real, self, *arguments):
     """What the server did not take while it was away is lost."""
     with suppress(ServerAway):
         real(self, *arguments)
-
-
-@bug(
-    "autobatch.ledger.wire.Summaries.close",
-    "tests/ledger/test_team.py::test_live_summaries_are_those_of_the_whole_file",
-)
-def a_summary_is_made_of_each_line(real, self, now):
-    """The next line of the same half minute becomes a summary that a reader of the whole file would not make."""
-    return self.finish()

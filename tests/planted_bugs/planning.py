@@ -24,13 +24,6 @@ def the_headroom_is_used_up(real, question, trial):
     return trial.outcome == "fits"
 
 
-@bug("autobatch.planning.division.balance", "tests/planning/test_division.py::test_balance_by_example")
-def the_last_part_is_small(real, total, largest, smallest=1):
-    """256 samples become 100, 100 and 56, which takes more memory than 86, 85 and 85."""
-    parts = [largest] * (total // largest)
-    return (*parts, total % largest) if total % largest else tuple(parts)
-
-
 @bug(
     "autobatch.planning.pacing.Pace.after_clean_step",
     f"{PACING}::test_after_an_unexplained_oom_the_size_is_back_after_one_clean_step",
