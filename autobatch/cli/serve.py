@@ -99,7 +99,7 @@ def back_up(database: str | None, file: str) -> Answer:
     path, url = Path(file).absolute(), _find_database(database)
     source = Path(url.partition("?")[0].removeprefix("sqlite:///"))
     if url.startswith("sqlite:///") and not source.is_file():
-        raise AutobatchError(f"there is no database {source}")
+        raise AutobatchError(f"no database at {source}: name one with --database")
     with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         draft = Path(folder) / path.name
         with _open(url) as opened, _open(f"sqlite:///{draft}") as copy:

@@ -88,7 +88,7 @@ _FILE = typer.Argument(metavar="FILE", help="A SQLite file.")
 
 @commands_of(serve_app)
 def backup(*, file: Annotated[str, _FILE], database: Annotated[str | None, _DATABASE] = None) -> Answer:
-    """Copy the database to a new file while the server runs. That file is a database that serve can use."""
+    """Copy the database to a new file while the server runs. ``serve`` can use that file."""
     from autobatch.cli import serve as service  # noqa: PLC0415
 
     return service.back_up(database, file)

@@ -82,10 +82,10 @@ def replace_unprintable(text: str) -> str:
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("autobatch.report"),
+def make_environment(package: str) -> Environment:
+    """Make the environment of a package's templates: they escape all that they insert but markup."""
+    return Environment(
+        loader=PackageLoader(package),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -94,6 +94,11 @@ def _environment() -> Environment:
             replace_unprintable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
         ),
     )
+
+
+@cache
+def _environment() -> Environment:
+    environment = make_environment("autobatch.report")
     environment.filters |= {"format_cell": format_cell, "picture": render_svg}
     environment.globals |= {"number_columns": number_columns, "palette": PALETTE}
     return environment

@@ -11,14 +11,14 @@ from urllib.parse import parse_qs, urlencode
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 from starlette.concurrency import run_in_threadpool
 
 from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.report.difference import diff_plans
-from autobatch.report.html import render_fragment, replace_unprintable
+from autobatch.report.html import make_environment, render_fragment
 from autobatch.report.pictures import PALETTE
 from autobatch.service.alerts import NEAR, WATCHED_S
 from autobatch.service.answers import SummaryLine
@@ -53,6 +53,15 @@ def _visitor(request: Request, service: This) -> Token:
 
 
 Visitor = Annotated[Token, Depends(_visitor)]
+
+
+def _admin(token: Visitor) -> Token:
+    if token.level < Role.admin:
+        raise HTTPException(403, "only an admin may do this")
+    return token
+
+
+Admin = Annotated[Token, Depends(_admin)]
 Part = Annotated[Name, Query()]
 
 
@@ -148,34 +157,26 @@ def show_alerts(request: Request, service: This, token: Visitor) -> Response:
 
 
 @router.post("/alerts/test")
-def send_test(request: Request, service: This, token: Visitor) -> Response:
-    if token.level < Role.admin:
-        raise HTTPException(403, "only an admin may send a test")
+def send_test(request: Request, service: This, token: Admin) -> Response:
     failed = service.alerts.test()
     values: dict[str, Any] = {"alerts": service.store.alerts(), "has_webhook": service.settings.webhook is not None}
     return _page(request, token, "alerts.html", **values, tested=failed or "the webhook took the test")
 
 
 @router.post("/plans/{plan_id}/forget")
-def forget_plan(plan_id: Id, service: This, token: Visitor) -> Response:
-    if token.level < Role.admin:
-        raise HTTPException(403, "only an admin may forget a plan")
+def forget_plan(plan_id: Id, service: This, _: Admin) -> Response:
     service.store.forget(plan_id)
     return RedirectResponse("/plans", 303)
 
 
 @router.post("/runs/{run_id}/forget")
-def forget_run(run_id: Id, service: This, token: Visitor) -> Response:
-    if token.level < Role.admin:
-        raise HTTPException(403, "only an admin may forget a run")
+def forget_run(run_id: Id, service: This, _: Admin) -> Response:
     service.store.forget_run(run_id)
     return RedirectResponse("/runs", 303)
 
 
 @router.post("/predictions/{prediction_id}/forget")
-def forget_prediction(prediction_id: Id, service: This, token: Visitor) -> Response:
-    if token.level < Role.admin:
-        raise HTTPException(403, "only an admin may forget a prediction")
+def forget_prediction(prediction_id: Id, service: This, _: Admin) -> Response:
     service.store.forget_prediction(prediction_id)
     return RedirectResponse("/predictions", 303)
 
@@ -303,16 +304,7 @@ def _page(request: Request, token: Token | None, template: str, *, status: int =
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("autobatch.service"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: (
-            replace_unprintable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-        ),
-    )
+    environment = make_environment("autobatch.service")
     environment.filters |= {"gib": format_bytes, "ago": _ago, "date": _date, "percent": "{:+.1%}".format}
     environment.globals |= {"plural": plural, "palette": PALETTE}
     return environment
