@@ -38,7 +38,7 @@ from autobatch.records import Verdict
 from autobatch.step.model_info import batch_norms_in_train_mode
 from autobatch.step.workload import Workload
 from autobatch.undo.gradients import NARROW
-from autobatch.undo.random_state import HostRandomState
+from autobatch.undo.random_state import RandomState
 
 _log = logging.getLogger("autobatch")
 
@@ -253,10 +253,9 @@ def _verdict(error: float, samples: int, partitions: Sequence[Sizes]) -> Verdict
 
 def _read_generators(device: torch.device) -> bytes:
     """Return the states of all generators that a step may draw from."""
-    host = HostRandomState.capture()
-    which = () if device.type == "mps" else (device,)  # there is one, and before torch 2.13 its functions take none
-    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(*which).tolist()]
-    return pickle.dumps((torch.get_rng_state().tolist(), own, host.python, host.numpy))
+    state = RandomState(device)
+    of_device = None if state.of_device is None else state.of_device.tolist()
+    return pickle.dumps((state.cpu.tolist(), of_device, state.python, state.numpy))
 
 
 # ------------------------------------------------------------------------------------- the partitions of a few samples

@@ -37,7 +37,7 @@ from autobatch.exactness.loss_weights import (
 from autobatch.exactness.measurement import Measurement, Parts, ranges_of
 from autobatch.records import Verdict
 from autobatch.step.model_info import batch_norms_in_train_mode, blame_batch_norms, show_names
-from autobatch.undo.random_state import HostRandomState
+from autobatch.undo.random_state import RandomState
 
 _UNSTEADY = (
     "the same samples give another gradient each time: the step keeps state of its own, outside buffers, or draws from "
@@ -247,9 +247,9 @@ def _is_exact_in_pairs(measured: Measurement) -> bool:
 def find_uncontrolled_generators(measured: Measurement) -> str | None:
     """Say which generators outside torch the step draws from: beside such noise no other cause can be found."""
     measured.start.restore()
-    before = HostRandomState.capture()
+    before = RandomState(torch.device("cpu"))
     measured.repeat_error()
-    now = HostRandomState.capture()
+    now = RandomState(torch.device("cpu"))
     moved = ["Python's random"] if before.python != now.python else []
     if pickle.dumps(before.numpy) != pickle.dumps(now.numpy):
         moved.append("numpy.random")

@@ -52,7 +52,7 @@ class _RunFile:
         )
         self._began = time.monotonic()
         self._size = plan.micro_batch_size  # the most in a micro-batch now
-        self._steps: list[tuple[StepRange, Sequence[RankStep]]] = []  # not in the part yet
+        self._steps: list[tuple[dict[str, Any], Sequence[RankStep]]] = []  # not in the part yet
         self._has_plan = False  # in the ledger
         self._due_at = self._rests_until = -float("inf")
         self._is_over = not ledger.is_enabled
@@ -73,18 +73,18 @@ class _RunFile:
             self._write()
 
     def _count(self, event: StepFinished) -> None:
-        part = StepRange(
-            first_step=event.step,
-            last_step=event.step,
-            allowed_size=self._size,
-            samples=sum(event.micro_batch_sizes),
-            micro_batch_size=max(event.micro_batch_sizes, default=0),
-            retries=event.retries,
-            peak_bytes=event.peak_bytes,
-            held_bytes=event.held_bytes,
-            seconds=event.seconds,
-        )
-        self._steps.append((part, event.ranks))
+        fields = {
+            "first_step": event.step,
+            "last_step": event.step,
+            "allowed_size": self._size,
+            "samples": sum(event.micro_batch_sizes),
+            "micro_batch_size": max(event.micro_batch_sizes, default=0),
+            "retries": event.retries,
+            "peak_bytes": event.peak_bytes,
+            "held_bytes": event.held_bytes,
+            "seconds": event.seconds,
+        }
+        self._steps.append((fields, event.ranks))
         if time.monotonic() >= self._due_at:
             self._write()
         elif len(self._steps) * (1 + len(event.ranks)) >= _MOST_WAITING:
@@ -96,7 +96,7 @@ class _RunFile:
         ranks = zip(*(rows for _, rows in steps if rows), strict=False)
         more = {**_NOTHING, "ranks": tuple(RankTotal(steps=len(rank), **add_up(rank)) for rank in ranks)}
         if steps:
-            more.update(ranges=tuple(part for part, _ in steps), outcome="running", reason="")
+            more.update(ranges=tuple(StepRange(**fields) for fields, _ in steps), outcome="running", reason="")
         self._new = join_runs([self._new, self._new.model_copy(update={**more, **fields})])
 
     def finish(self) -> None:

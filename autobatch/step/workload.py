@@ -73,19 +73,22 @@ class Workload:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of model and optimizer, each once, in the order of ``model.parameters()``."""
-        # Not by model.parameters(), which makes a name for each: three times as long, in every step.
+        # Not by model.parameters(), which makes a name for each: 2.4 times as long, in every step.
         owned: list[nn.Parameter | None] = []
         waiting: list[nn.Module | None] = [self.model]
-        seen = set[int]()
+        seen = {id(None)}
         while waiting:
             module = waiting.pop()
-            if module is not None and id(module) not in seen:
-                seen.add(id(module))
+            if id(module) in seen or module is None:
+                continue
+            seen.add(id(module))
+            if module._parameters:  # noqa: SLF001 - as above
                 owned += module._parameters.values()  # noqa: SLF001 - as above
-                if module._modules:  # noqa: SLF001 - as above
-                    waiting += reversed(module._modules.values())  # noqa: SLF001 - as above
-        found = {id(one): one for one in (*owned, *self._held_by_optimizer())}
-        return [one for one in found.values() if one is not None]
+            if module._modules:  # noqa: SLF001 - as above
+                waiting += reversed(module._modules.values())  # noqa: SLF001 - as above
+        found = {id(one): one for one in owned if one is not None}
+        found |= {id(one): one for one in self._held_by_optimizer()}
+        return [*found.values()]
 
     def drop_gradients(self) -> None:
         for parameter in self.parameters():
@@ -100,7 +103,7 @@ class Workload:
             return sum(one.numel() for one in trained if not is_uninitialized(one))
 
     def _held_by_optimizer(self) -> list[nn.Parameter]:
-        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        groups = () if self.optimizer is None else self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
     def resident_tensors(self) -> Iterator[torch.Tensor]:

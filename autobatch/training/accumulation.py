@@ -162,8 +162,11 @@ class Accumulation:
                     if not micro_batch.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
                         progress.aux.append(None)
                         continue
-                    with self.device.micro_batch(micro_batch.size) or nullcontext():
-                        # No variable stays: nothing of a micro-batch is held but what the user put beside its loss.
+                    # No variable stays: nothing of a micro-batch is held but what the user put beside its loss.
+                    if (marked := self.device.micro_batch(micro_batch.size)) is None:
+                        progress.aux.append(self._run_micro_batch(micro_batch, progress))
+                        continue
+                    with marked:
                         progress.aux.append(self._run_micro_batch(micro_batch, progress))
         except Exception as error:
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
@@ -260,8 +263,10 @@ class Accumulation:
             self._combine(shared, progress)
         elif progress.loss.unit is not None:
             self._correct(progress.loss.correct())
-        self._sums.write()
-        undo.gradients.add()
+        if self._sums.by_parameter:
+            self._sums.write()
+        if progress.had_gradients:
+            undo.gradients.add()
         self._counted = progress.counted_per_sample
 
     def undo(self, undo: Undo) -> None:

@@ -225,7 +225,8 @@ class StepRunner:
         accumulation, pace, handled = self._accumulation, self._memory.pace, sys.exc_info()[1]
         undo = accumulation.record()  # before anything moves
         try:
-            undo.gradients.set_aside()
+            if undo.gradients.are_there:
+                undo.gradients.set_aside()
             size = self._memory.begin(accumulation.smallest)
             progress = accumulation.begin(layouts, size, undo, shared)
             while (shortage := accumulation.attempt(progress, undo)) is not None:

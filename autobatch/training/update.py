@@ -227,7 +227,7 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
             if not _makes_state_first(type(member)):  # type: ignore[arg-type]  # mypy: a type is not hashable
                 continue
             state, held = member.state, [p for group in member.param_groups for p in group["params"]]
-            if len(held) == len(state) and all(p is key for p, key in zip(held, state, strict=True)):
+            if [*map(id, held)] == [*map(id, state)]:
                 continue  # each parameter has its entry, as in most steps; to look each up takes ten times as long
             new = [p for p in held if p.grad is not None and p not in state]
             made += new

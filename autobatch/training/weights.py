@@ -74,7 +74,7 @@ class StepLoss:
         """
         if self._is_shared:
             return
-        self.samples = sum(micro_batch.size for micro_batch in micro_batches)
+        self.samples = sum([micro_batch.size for micro_batch in micro_batches])
         self.weights: Mapping[str, float] = {"": float(self.samples)}
         self.are_exact = True
         if self._weighed:

@@ -26,7 +26,7 @@ class EarlierGradients:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
         self.gradients: Sequence[torch.Tensor | None] = [parameter.grad for parameter in parameters]
-        self.are_there = any(gradient is not None for gradient in self.gradients)
+        self.are_there = len([gradient for gradient in self.gradients if gradient is not None]) > 0
 
     def set_aside(self) -> None:
         for parameter in self.parameters:
@@ -39,8 +39,6 @@ class EarlierGradients:
     @torch.no_grad()
     def add(self) -> None:
         """Make ``.grad`` the sum with what was there; the earlier gradients are not written into."""
-        if not self.are_there:
-            return
         for parameter, earlier in zip(self.parameters, self.gradients, strict=True):
             new = parameter.grad
             if earlier is None:
@@ -58,8 +56,6 @@ class EarlierGradients:
 
         An earlier sparse gradient cannot take a dense sum: there the new tensor stays, as after ``backward``.
         """
-        if not self.are_there:
-            return
         for parameter, earlier in zip(self.parameters, self.gradients, strict=True):
             total = parameter.grad
             if earlier is not None and total is not None and total.is_sparse == earlier.is_sparse:

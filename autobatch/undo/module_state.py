@@ -42,23 +42,22 @@ class ModuleState:
             waiting = self._contents.add([*modules])
             while waiting:
                 waiting = self._contents.add(self._copy_attributes(waiting))
+            self.modules, self.tensors = self._contents.modules, self._contents.tensors
+            with UNDISTURBED():
+                self._headers = _Headers(self.tensors)
         finally:
             if was_enabled:
                 gc.enable()
-        self.modules, self.tensors = self._contents.modules, self._contents.tensors
         self._classes = [type(module) for module in self.modules]
         tables = [table for module in self.modules if (table := module._buffers)]
         buffers = {id(buffer): buffer for table in tables for buffer in table.values() if buffer is not None}
         self.buffers = [buffer for buffer in buffers.values() if type(buffer) not in LAZY and _is_own(buffer)]
-        with UNDISTURBED():
-            self._headers = _Headers(self.tensors)
 
     def _copy_attributes(self, modules: list[nn.Module]) -> list[Any]:
         """Copy the attributes of modules, and return those that may hold something."""
         held: list[Any] = []
         for module in modules:
-            attributes = module.__dict__.copy()
-            self._attributes.append(attributes)
+            self._attributes.append(attributes := module.__dict__.copy())
             values = [*attributes.values()]
             if len(values) >= _COUNT and values[_COUNT - 1] is attributes.get("_modules"):
                 # Tables of hooks are mostly empty; those are only cleared again.
@@ -119,10 +118,13 @@ class _Headers:
         self._tensors, self._requires_grad = tensors, [tensor.requires_grad for tensor in tensors]
         self._lazy = [(tensor, type(tensor), tensor.data) for tensor in tensors if type(tensor) in LAZY]
         shaped = [tensor for tensor in tensors if type(tensor) not in LAZY] if self._lazy else tensors
-        self._counted = [tensor for tensor in shaped if not tensor.is_inference()]
+        try:
+            self._counted, self._versions = shaped, [tensor._version for tensor in shaped]
+        except RuntimeError:  # tensors of inference mode count no writes; to ask each takes longer
+            self._counted = [tensor for tensor in shaped if not tensor.is_inference()]
+            self._versions = [tensor._version for tensor in self._counted]
         # Another tensor of the same memory; of a subclass the tensor itself, as its ``.data`` may be anything.
         self.aliases = [tensor.data if type(tensor) in _PLAIN_TENSORS else tensor for tensor in self._counted]
-        self._versions = [tensor._version for tensor in self._counted]
         self._attributes = {id(tensor): attributes.copy() for tensor in tensors if (attributes := tensor.__dict__)}
         # By value: the handle of a hook refers to the table, so the table stays the same object.
         self._hooks = {id(tensor): dict(hooks) for tensor in tensors if (hooks := tensor._backward_hooks)}  # noqa: SLF001 - no public way
