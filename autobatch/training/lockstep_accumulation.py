@@ -337,8 +337,8 @@ def run_zero_backward(reached: Sequence[ModelOutput], loss: torch.Tensor | None 
         )
     if not all(output.scalar is None or bool(output.scalar.isfinite()) for output in outputs):
         raise InvalidArgument(
-            "the model returns only its loss, which is nan or infinite in a micro-batch that counts for nothing on "
-            "this rank, while others run theirs: let the model return what the loss is made of, too"
+            "the model returns only its loss, and the loss is nan or infinite in a micro-batch that counts for nothing "
+            "on this rank, while others run theirs: let the model return its outputs, too"
         )
     roots = [output.edge for output in outputs]
     zeros = [_make_zeros(edge) for edge in roots]

@@ -54,7 +54,7 @@ class BatchWatch:
     def refuse_writes(self, copied: Saved, *, stays: bool) -> None:
         """Refuse a step that wrote into its batch. Arrays are restored.
 
-        ``copied`` is memory that can be restored; what else was written ``stays`` where the user sees the batch.
+        ``copied`` memory can be restored. All else ``stays`` written where the user sees the batch.
         """
         written = [array for array, copy in self._arrays if array.tobytes() != copy.tobytes()]
         for array, copy in self._arrays if written else ():
