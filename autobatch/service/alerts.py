@@ -63,29 +63,27 @@ class Alerts:
         """Note what is new, and send what was not sent yet."""
         now = time.time()
         runs = self._store.live_runs(now - WATCHED_S)
-        small_since = self._store.small_since([run.id for run in runs])
         self._totals = {run.id: self._totals.get(run.id, deque()) for run in runs}
         for run in runs:
-            for kind, text in self._find(run, small_since.get(run.id, 0.0), now):
+            for kind, text in self._find(run, now):
                 self._store.add_alert(run.id, kind, f"{run.model or 'a run'} on {run.host} ({run.id}): {text}")
-        if self._webhook:
-            for alert in self._store.alerts(unsent_since=now - _RESEND_S):
-                failed = "the server ends" if self._ending.is_set() else self._send(alert.text, alert)
-                if not failed:
-                    self._store.alert_sent(alert)
-                elif not failed.startswith(_REFUSED):
+        for alert in self._store.alerts(unsent_since=now - _RESEND_S) if self._webhook else ():
+            if not self._ending.is_set() and self._store.claim_alert(alert):
+                failed = self._send(alert.text, alert)
+                self._store.end_claim(alert, sent=not failed)
+                if failed and not failed.startswith(_REFUSED):
                     break  # the webhook is away: the next look tries again
 
-    def _find(self, run: RunLine, small_since: float, now: float) -> Iterator[tuple[str, str]]:
+    def _find(self, run: RunLine, now: float) -> Iterator[tuple[str, str]]:
         if run.state == "silent":
             yield "silent", f"no summary for {round((now - run.seen_at) / 60)} minutes"
             return
         if run.fill >= NEAR:
             peak, limit = format_bytes(run.last_bytes), format_bytes(run.limit_bytes)
             yield "near limit", f"the last peak was {peak} of a limit of {limit}"
-        if small_since and now - small_since >= _SMALL_S:
+        if run.small_since and now - run.small_since >= _SMALL_S:
             sizes = f"{run.micro_batch_size} samples in a micro-batch instead of {run.first_size}"
-            yield "small", f"{sizes} for {round((now - small_since) / 60)} minutes"
+            yield "small", f"{sizes} for {round((now - run.small_since) / 60)} minutes"
         window = self._totals[run.id]
         window.append((now, run.steps, run.retries))
         while now - window[0][0] > _RATE_WINDOW_S:

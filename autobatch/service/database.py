@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, event, insert, select
+from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
@@ -31,6 +31,7 @@ _LONGEST_QUEUE = 2000  # actions that wait for the writer
 _LARGEST_GROUP = 200  # actions of one transaction
 _PATIENCE_S = 10.0  # of a request for its COMMIT
 _ROWS_AT_ONCE = 1000  # of a backup
+_MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 class Busy(Exception):
@@ -231,11 +232,16 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def _migrate(engine: Engine) -> None:
+    """Make the tables of a new database as they are now; bring those of an older version up to date."""
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("script_location", str(_MIGRATIONS))
     with engine.connect().execution_options(writes=True) as connection:
         if engine.dialect.name == "postgresql":  # of several servers that start at once, one migrates
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(4217330961)")
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        if inspect(connection).has_table("alembic_version"):
+            command.upgrade(config, "head")
+        else:
+            Base.metadata.create_all(connection)
+            command.stamp(config, "head")
         connection.commit()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,8 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from autobatch._formatting import is_one_line
 from autobatch._version import __version__
 from autobatch.errors import AutobatchError
-from autobatch.service.alerts import NEAR, WATCHED_S
-from autobatch.service.api import Reader, This, router
+from autobatch.service.api import This, metrics_router, router
 from autobatch.service.database import Busy, Database, describe_fault
 from autobatch.service.pages import LoginNeeded, show_error
 from autobatch.service.pages import router as page_router
@@ -54,7 +52,7 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(router)
     app.include_router(page_router)
     app.get("/healthz", include_in_schema=False)(_check_health)
-    app.get("/metrics", include_in_schema=False)(_show_metrics)
+    app.include_router(metrics_router)
     handlers: dict[Any, Callable[..., Any]] = {
         StarletteHTTPException: _refuse,
         RequestValidationError: _refuse_record,
@@ -75,10 +73,6 @@ def _check_health(service: This) -> dict[str, str]:
     with service.database.read() as connection:
         connection.exec_driver_sql("SELECT 1")
     return {"status": "ok"}
-
-
-def _show_metrics(service: This, _: Reader) -> Response:
-    return Response(service.metrics.render(service.store, time.time() - WATCHED_S, NEAR), media_type="text/plain")
 
 
 def _answer(request: Request, status: int, detail: str, headers: dict[str, str] | None = None) -> Response:
