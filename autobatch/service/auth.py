@@ -56,7 +56,6 @@ class Tokens:
         """Make a token and return its text, which nothing can show a second time."""
         text = PREFIX + secrets.token_urlsafe(32)
         row = {"hash": _hash(text), "name": name, "role": Role[role].name, "made_at": time.time()}
-        row |= {"used_at": 0.0, "revoked_at": 0.0}
         if any(token.name == name and not token.revoked_at for token in self.list()):
             raise InvalidArgument(f"there is a token with the name {name!r}: revoke it first, or take another name")
         self._database.write(lambda c: c.execute(self._database.insert(TokenRow).values(row)).rowcount)

@@ -43,7 +43,7 @@ class PlanRows(Rows):
             if trial.outcome == "fits" and trial.peak_reserved
         }
         place = {"step": sent.step, "card_key": card_key(plan.device.name), "world_size": plan.world_size}
-        place |= {"source_id": sent.id, "total_bytes": plan.device.total_bytes}
+        place["source_id"] = sent.id
 
         def add_peaks(connection: Connection) -> None:
             for size, (peak, ran_out) in sorted(peaks.items())[: _MOST_PEAKS if sent.step else 0]:
@@ -78,10 +78,8 @@ class PlanRows(Rows):
         return [PlanRecord.model_validate_json(content) for content in rows]
 
     def add_prediction(self, sent: PredictionIn) -> bool:
-        columns = ("id", "model", "card", "host", "step", "target_batch", "micro_batch_size", "total_bytes")
-        row: dict[str, Any] = {name: getattr(sent, name) for name in columns}
-        now = time.time()
-        row |= {"made_at": sent.made_at or now, "added_at": now, "content": sent.model_dump_json()}
+        row: dict[str, Any] = {name: getattr(sent, name) for name in (*PredictionLine.model_fields, "step")}
+        row |= {"made_at": sent.made_at or time.time(), "added_at": time.time(), "content": sent.model_dump_json()}
         return self.add(PredictionRow, row)
 
     def list_predictions(self, query: PageQuery = _ALL) -> tuple[list[PredictionLine], str | None]:

@@ -39,9 +39,13 @@ _Line = TypeVar("_Line", bound=Record)
 class NotFound(Exception):
     """The record is unknown, or was forgotten."""
 
+    status = 404
+
 
 class Conflict(Exception):
     """The record contradicts what is stored."""
+
+    status = 409
 
 
 class Rows:

@@ -69,49 +69,18 @@ class RunRows(Rows):
     def add_run(self, sent: RunIn, owner: str = "") -> bool:
         device = sent.cards[0].name if sent.cards else ""
         seen_at = _seen_at(sent.started_at, sent.cards)
-        columns = ("id", "started_at", "plan_id", "user", "version", "step", "pid", "world_size", "target_batch")
-        row: dict[str, Any] = {
-            **{name: getattr(sent, name) for name in columns},
-            "model": sent.model,
-            "device": device,
-            "host": sent.host,
-            **dict.fromkeys(("small_since", "seconds", "ended_at"), 0.0),
-            **dict.fromkeys(("summaries", "steps", "samples", "retries", "size_changes"), 0),
-            "last_bytes": 0,
-            "peak_bytes": 0,
-            "outcome": "running",
-            "reason": "",
-            "card_key": card_key(device),
-            "owner": owner,
-            "added_at": time.time(),
-            "first_size": sent.micro_batch_size,
-            "micro_batch_size": sent.micro_batch_size,
-            "limit_bytes": sent.limit_bytes,
-            "seen_at": seen_at,
-        }
+        row = sent.model_dump(exclude={"cards", "version"})  # all else has a column
+        row |= {"device": device, "card_key": card_key(device), "first_size": sent.micro_batch_size}
+        row |= {"owner": owner, "outcome": "running", "added_at": time.time(), "seen_at": seen_at}
         return self.add(RunRow, row, lambda one: self._note_cards(one, sent.id, sent.host, sent.cards, seen_at))
 
     def add_summary(self, run_id: str, sent: RunSummary, owner: str | None = None) -> bool:
         """Add a summary; ``owner`` is the name of the token that sends it, or ``None`` if that may write to any run."""
-        row = {
-            "run_id": run_id,
-            "number": sent.number,
-            "at": sent.at,
-            "steps": sent.steps,
-            "retries": sent.retries,
-            "micro_batch_size": sent.micro_batch_size,
-            "peak_bytes": sent.peak_bytes,
-            "held_bytes": sent.held_bytes,
-            "content": json.dumps([setback.model_dump() for setback in sent.setbacks]),
-        }
-        last_peak, seen_at = sent.held_bytes or sent.peak_bytes, _seen_at(sent.at, sent.cards)
-        latest = {
-            **{f"new_{name}": getattr(sent, name) for name in _TOTALS},
-            "run": run_id,
-            "number": sent.number,
-            "peak": last_peak,
-            "now": seen_at,
-        }
+        row = {name: getattr(sent, name) for name in SummaryLine.model_fields if name != "setbacks"}
+        row |= {"run_id": run_id, "content": json.dumps([setback.model_dump() for setback in sent.setbacks])}
+        seen_at = _seen_at(sent.at, sent.cards)
+        latest: dict[str, Any] = {f"new_{name}": getattr(sent, name) for name in _TOTALS}
+        latest |= {"run": run_id, "number": sent.number, "peak": sent.held_bytes or sent.peak_bytes, "now": seen_at}
 
         def write(connection: Connection) -> bool:
             run = connection.execute(_RUN_OF_SUMMARY, {"run": run_id}).first()
@@ -127,11 +96,9 @@ class RunRows(Rows):
                 self._note_cards(connection, run_id, run.host, sent.cards, seen_at)
             # What the allocator holds after another size is not what this size needs.
             if is_new and run.step and run.card_key and sent.held_bytes and not sent.retries and not sent.size_changes:
-                total = max((card.total_bytes for card in sent.cards), default=0)
-                place = {"step": run.step, "card_key": run.card_key, "world_size": run.world_size, "total_bytes": total}
-                peak = {"size": sent.micro_batch_size, "bytes": sent.held_bytes, "ran_out": 0}
-                peaks = {"source_id": run_id, **peak, **place}
-                connection.execute(self._put_peak, peaks)
+                peak = {"step": run.step, "card_key": run.card_key, "world_size": run.world_size, "source_id": run_id}
+                peak |= {"size": sent.micro_batch_size, "bytes": sent.held_bytes, "ran_out": 0}
+                connection.execute(self._put_peak, peak)
             return is_new
 
         return self.database.write(write)
@@ -200,7 +167,7 @@ class RunRows(Rows):
     def cards(self) -> list[Card]:
         """Return each card that a run has read in the last hour, with the live runs on it."""
         query = (
-            select(ReadingRow, RunRow.model, RunRow.user, RunRow.state)
+            select(ReadingRow, RunRow.model, RunRow.user, RunRow.state.label("state"))
             .join(RunRow, RunRow.id == ReadingRow.run_id)
             .where(ReadingRow.at > time.time() - _RECENT_S)
             .order_by(ReadingRow.at.desc())

@@ -7,14 +7,13 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse, Response
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from autobatch._formatting import is_one_line
@@ -53,18 +52,9 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(page_router)
     app.get("/healthz", include_in_schema=False)(_check_health)
     app.include_router(metrics_router)
-    handlers: dict[Any, Callable[..., Any]] = {
-        StarletteHTTPException: _refuse,
-        RequestValidationError: _refuse_record,
-        LoginNeeded: _ask_for_login,
-        NotFound: _not_found,
-        Conflict: _conflict,
-        Busy: _not_available,
-        SQLAlchemyError: _not_available,
-        Exception: _fail,
-    }
-    for error, handler in handlers.items():
-        app.add_exception_handler(error, handler)
+    known = (HTTPException, RequestValidationError, LoginNeeded, NotFound, Conflict, Busy, SQLAlchemyError)
+    for error in (*known, Exception):
+        app.add_exception_handler(error, _answer_error)
     app.add_middleware(Shield, hosts=service.settings.allowed_hosts, limit=service.limit, metrics=service.metrics)
     return app
 
@@ -84,40 +74,28 @@ def _answer(request: Request, status: int, detail: str, headers: dict[str, str] 
     return page
 
 
-async def _ask_for_login(_: Request, __: LoginNeeded) -> Response:
-    return RedirectResponse("/login", 303)
-
-
-async def _refuse(request: Request, error: HTTPException) -> Response:
-    return _answer(request, error.status_code, str(error.detail), dict(error.headers or {}))
-
-
-async def _refuse_record(request: Request, error: RequestValidationError) -> Response:
-    first = error.errors()[0]
-    detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return _answer(request, 422, (detail if is_one_line(detail) else ascii(detail))[:_LONGEST_DETAIL])
-
-
-async def _not_found(request: Request, error: NotFound) -> Response:
-    return _answer(request, 404, str(error))
-
-
-async def _conflict(request: Request, error: Conflict) -> Response:
-    return _answer(request, 409, str(error))
-
-
-async def _not_available(request: Request, error: Exception) -> Response:
-    if isinstance(error, (DataError, IntegrityError, ProgrammingError)):  # a bound is missing: not the database's fault
-        return await _fail(request, error)
-    if isinstance(error, Busy):
-        return _answer(request, 503, "too many records wait to be written", {"Retry-After": "2"})
-    logger.error("the database cannot be used: %s", describe_fault(error))
-    return _answer(request, 503, f"the database cannot be used: {describe_fault(error)}", {"Retry-After": "5"})
-
-
-async def _fail(request: Request, error: Exception) -> Response:
-    logger.error("a request failed", exc_info=error)
-    return _answer(request, 500, "the server has a fault; its log has more")
+async def _answer_error(request: Request, error: Exception) -> Response:
+    headers: dict[str, str] = {}
+    match error:
+        case LoginNeeded():
+            return RedirectResponse("/login", 303)
+        case HTTPException():
+            status, detail, headers = error.status_code, error.detail, dict(error.headers or {})
+        case RequestValidationError():
+            first = error.errors()[0]
+            text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            status, detail = 422, (text if is_one_line(text) else ascii(text))[:_LONGEST_DETAIL]
+        case NotFound() | Conflict():
+            status, detail = error.status, str(error)
+        case Busy():
+            status, detail, headers = 503, "too many records wait to be written", {"Retry-After": "2"}
+        case SQLAlchemyError() if not isinstance(error, (DataError, IntegrityError, ProgrammingError)):
+            status, detail, headers = 503, f"the database cannot be used: {describe_fault(error)}", {"Retry-After": "5"}
+            logger.error("%s", detail)
+        case _:  # also a value that a bound should have kept from the database
+            status, detail = 500, "the server has a fault; its log has more"
+            logger.error("a request failed", exc_info=error)
+    return _answer(request, status, detail, headers)
 
 
 class _Protocol(H11Protocol):

@@ -70,7 +70,6 @@ class Store(PlanRows, RunRows):
 
     def add_alert(self, run_id: str, kind: str, text: str) -> bool:
         row = {"run_id": run_id, "kind": kind, "made_at": time.time(), "text": text[:1000]}
-        row |= {"claimed_at": 0.0, "sent_at": 0.0}
         return self.database.write(lambda connection: self.insert(connection, AlertRow, row))
 
     def claim_alert(self, alert: Alert) -> bool:

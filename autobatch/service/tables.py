@@ -25,15 +25,15 @@ def _id(*, key: bool = False) -> Mapped[str]:
 
 
 def _name(*, key: bool = False) -> Mapped[str]:
-    return mapped_column(String(200), primary_key=key)
+    return mapped_column(String(200), primary_key=key, default="")
 
 
 def _number(*, key: bool = False) -> Mapped[int]:
-    return mapped_column(BigInteger, primary_key=key, autoincrement=False)
+    return mapped_column(BigInteger, primary_key=key, autoincrement=False, default=0)
 
 
 def _moment() -> Mapped[float]:
-    return mapped_column(Double)
+    return mapped_column(Double, default=0.0)
 
 
 class TokenRow(Base):
@@ -108,7 +108,6 @@ class RunRow(Base):
     card_key: Mapped[str] = _name()
     host: Mapped[str] = _name()
     user: Mapped[str] = _name()
-    version: Mapped[str] = _name()
     step: Mapped[str] = _id()
     owner: Mapped[str] = _name()  # name of the token that began it
     added_at: Mapped[float] = _moment()  # by the server's clock
@@ -130,7 +129,7 @@ class RunRow(Base):
     peak_bytes: Mapped[int] = _number()  # the most of all summaries
     outcome: Mapped[str] = _name()
     ended_at: Mapped[float] = _moment()  # 0: it has not ended
-    reason: Mapped[str] = mapped_column(String(500))
+    reason: Mapped[str] = mapped_column(String(500), default="")
     state: Mapped[str] = column_property(  # no column: it follows from the time
         case((outcome != "running", outcome), (seen_at > LATELY, "live"), else_="silent")
     )
@@ -206,7 +205,6 @@ class PeakRow(Base):
     step: Mapped[str] = _id()
     card_key: Mapped[str] = _name()
     world_size: Mapped[int] = _number()
-    total_bytes: Mapped[int] = _number()
     bytes: Mapped[int] = _number()
     ran_out: Mapped[int] = _number()  # 1: more than these bytes was needed
     __table_args__ = (Index("peaks_by_step", "step", "card_key", "size"),)

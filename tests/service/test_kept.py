@@ -144,7 +144,8 @@ def test_machines_have_cards_that_are_free_and_users(client):
 
 def test_two_machines_with_one_name_recall_each_others_plans(client):
     """A plan answers for its fingerprint, which has the card, and not for a name: many starts of one hide no other."""
-    post(client, "/plans", make_plan_in("small", target_batch=256, micro_batch_size=8, host="localhost"))
+    sizes = {"micro_batch_size": 8, "micro_batch_sizes": [8] * 32, "accumulation_steps": 32}
+    post(client, "/plans", make_plan_in("small", **sizes, host="localhost"))
     for index in range(12):
         post(client, "/plans", make_plan_in(f"a{index}", host="localhost"))
     post(client, "/plans", make_plan_in("card", fingerprint="1" * 32, host="localhost"))
