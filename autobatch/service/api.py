@@ -71,8 +71,8 @@ class _TokenFirst(APIRoute):
 
         async def check_and_answer(request: Request) -> Response:
             given = await _bearer(request)
-            text = given.credentials.strip() if given else None
-            token = await run_in_threadpool(find_token, request, request.app.state.service, text)
+            text, service = given.credentials.strip() if given else None, request.app.state.service
+            token = service.tokens.remembered(text or "") or await run_in_threadpool(find_token, request, service, text)
             if token is None:
                 raise HTTPException(401, _NO_TOKEN, {"WWW-Authenticate": "Bearer"})
             request.state.token = token

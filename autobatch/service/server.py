@@ -173,8 +173,10 @@ def serve(database_url: str, settings: Settings, announce: Callable[[Service, st
         database = Database.open(database_url)
         service = Service(settings, database)
         host = f"[{settings.host}]" if family == socket.AF_INET6 else settings.host
+        server = make_server(service)
+        gc.freeze()  # else Python walks through all modules now and then, for 0.1 s in which nobody is answered
         announce(service, f"http://{host}:{listener.getsockname()[1]}")
-        make_server(service).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         listener.close()
         if database is not None:
