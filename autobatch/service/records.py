@@ -27,6 +27,7 @@ from autobatch.planning.plan_record import PlanRecord
 MOST_POINTS = 500  # of a prediction
 MOST_SETBACKS = 100  # of a summary
 MOST_CARDS = 64  # of one process, or of all ranks of a host
+MOST_RANKS = 1024  # of a run: of more, the first ones
 LARGEST_BODY = 4 * 2**20  # bytes of a request
 
 _ONE_LINE = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]*"
@@ -100,6 +101,13 @@ class CardReading(Record):
     own_bytes: Whole = 0
 
 
+class RankCard(Record):
+    """The computer and the device of one of several ranks."""
+
+    host: Name = ""
+    device: Name = ""
+
+
 class RunIn(Record):
     """A run that has begun; rank 0 hands it in for all ranks.
 
@@ -108,6 +116,8 @@ class RunIn(Record):
         step: Digest as in ``PlanIn``.
         micro_batch_size: Most samples in a micro-batch at the start.
         limit_bytes: Budget less headroom; 0 if unknown.
+        cards: The devices of the process that hands it in.
+        ranks: The devices of all ranks, by their number; empty with one rank.
     """
 
     id: Id
@@ -123,6 +133,7 @@ class RunIn(Record):
     micro_batch_size: Samples
     limit_bytes: Whole = 0
     cards: Annotated[tuple[CardReading, ...], Field(max_length=MOST_CARDS)] = ()
+    ranks: Annotated[tuple[RankCard, ...], Field(max_length=MOST_RANKS)] = ()
     version: Name = ""
 
 
@@ -144,6 +155,7 @@ class RunSummary(Record):
         micro_batch_size: Most samples in a micro-batch now.
         peak_bytes: Most bytes in tensors at once since the summary before.
         held_bytes: Most bytes that the allocator held at once since then; 0 if unknown.
+        rank_peaks: Most bytes that each rank held at once since then, by its number; empty with one rank.
         setbacks: Setbacks since then; the oldest may be left out.
         cards: Readings of the run's devices now; empty if there are none.
     """
@@ -158,6 +170,7 @@ class RunSummary(Record):
     micro_batch_size: Samples
     peak_bytes: Whole = 0
     held_bytes: Whole = 0
+    rank_peaks: Annotated[tuple[Whole, ...], Field(max_length=MOST_RANKS)] = ()
     setbacks: Annotated[tuple[RunSetback, ...], Field(max_length=MOST_SETBACKS)] = ()
     cards: Annotated[tuple[CardReading, ...], Field(max_length=MOST_CARDS)] = ()
 
