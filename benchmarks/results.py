@@ -23,6 +23,7 @@ import ranks
 import recomputed
 import runner
 import search
+import served
 import torch
 import waiting
 from machine import describe_machine
@@ -43,6 +44,7 @@ _HOW = (
 _PARTS: tuple[Callable[[], Table], ...] = (
     runner.measure_times,
     options.measure,
+    served.measure,
     chain.measure,
     runner.measure_peaks,
     recomputed.measure,

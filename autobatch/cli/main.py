@@ -32,9 +32,10 @@ _EPILOG = """\
 MODULE:FUNCTION names a function of yours without arguments, such as train:make or train.py:make. It returns a dict of
 what autobatch.fit takes: model, and whichever of batch, step, optimizer, weigh ... it needs.
 
-Exit codes: 0 done; 1 done, and the answer is no (does not fit, not exact, something is wrong, plans differ); 2 the
-command line or what it names cannot mean anything; 3 gate found that the job does not fit; 70 an error in your own
-code, which comes out with its traceback; 130 interrupted by Ctrl-C.
+Exit codes: 0 done, and for gate: the job fits; 1 the answer is no (predict: does not fit; verify: not exact; doctor:
+something is wrong; diff: plans differ), or it cannot be done (gate: the server cannot be asked); 2 the command line or
+what it names cannot mean anything; 3 gate: the job does not fit; 70 an error in your own code, which comes out with its
+traceback; 130 interrupted by Ctrl-C.
 """
 
 app = typer.Typer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -115,6 +116,19 @@ def restore(database: str | None, file: str) -> Answer:
     with _open(f"sqlite:///{Path(file).absolute()}") as copy, _open(database) as opened:
         count = copy.copy_to(opened)
     return Answer([f"{plural(count, 'row')} restored"], {"rows": count})
+
+
+def prune(database: str | None, older: str) -> Answer:
+    """Delete what is old, while the server runs."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)d?", older)
+    if found is None or (days := float(found[1])) < 1:  # a run that is live reports more often
+        raise InvalidArgument(f"--older takes days, at least one, such as 90d; this is {older!r}")
+    with _open(database) as opened:
+        from autobatch.service.store import Store  # noqa: PLC0415 - an extra
+
+        counts = Store(opened).prune(time.time() - 86400 * days)
+    parts = [plural(count, kind.removesuffix("s")) for kind, count in counts.items()]
+    return Answer([f"{', '.join(parts)} deleted"], counts)
 
 
 def _date(moment: float) -> str:

@@ -12,7 +12,7 @@ from autobatch.cli.declare import commands_of, option
 from autobatch.cli.output import Answer
 from autobatch.errors import InvalidArgument
 
-serve_app = typer.Typer(help="Run the service of a team, and make its tokens and backups.")
+serve_app = typer.Typer(help="Run the service of a team, make its tokens and backups, and delete old records.")
 _token_app = typer.Typer(help="Make, list and revoke the tokens that clients and browsers need.")
 serve_app.add_typer(_token_app, name="token")
 _DATABASE = option(
@@ -100,3 +100,15 @@ def restore(*, file: Annotated[str, _FILE], database: Annotated[str | None, _DAT
     from autobatch.cli import serve as service  # noqa: PLC0415
 
     return service.restore(database, file)
+
+
+@commands_of(serve_app)
+def prune(
+    *,
+    older: Annotated[str, option("--older", "DAYS", "Age from which records go, such as 90d.")],
+    database: Annotated[str | None, _DATABASE] = None,
+) -> Answer:
+    """Delete old runs, predictions that nothing was measured beside, and all but the newest plans of a step."""
+    from autobatch.cli import serve as service  # noqa: PLC0415
+
+    return service.prune(database, older)

@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from autobatch._version import __version__
-from autobatch.events.run_history import Run, Setback
+from autobatch.events.run_history import Run, join_runs
 from autobatch.ledger.store import plan_id
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.memory.nvml import query
 from autobatch.plan import Plan
-from autobatch.records import DeviceInfo
+from autobatch.records import DeviceInfo, Record
 from autobatch.service.records import (
     MOST_POINTS,
+    MOST_RANKS,
     MOST_SETBACKS,
     CardReading,
     PlanIn,
     PredictedPoint,
     PredictionIn,
+    RankCard,
     RunIn,
     RunSetback,
     RunSummary,
@@ -46,15 +48,13 @@ def cut(text: str, longest: int = 200) -> str:
 
 def describe_plan(plan: Plan, *, paths: bool = False) -> PlanIn:
     """Return a plan without the processes of others, without the batch's keys, and without paths unless asked for."""
-    fields: dict[str, Any] = {"id": plan_id(plan), "batch_lists": {}, "batch_dims": {}}
-    fields["device"] = plan.device.model_copy(update={"tenants": ()})
+    device = plan.device.model_copy(update={"tenants": ()})
+    fields: dict[str, Any] = {"id": plan_id(plan), "device": device, "batch_lists": {}, "batch_dims": {}}
     if not paths:
         fields["warnings"] = tuple(map(_hide_paths, plan.warnings))
-        if plan.verdict is not None:
-            reasons = {"causes": tuple(map(_hide_paths, plan.verdict.causes))}
-            fields["verdict"] = plan.verdict.model_copy(
-                update={**reasons, "unchecked": _hide_paths(plan.verdict.unchecked)}
-            )
+        if (verdict := plan.verdict) is not None:
+            texts = {"causes": tuple(map(_hide_paths, verdict.causes)), "unchecked": _hide_paths(verdict.unchecked)}
+            fields["verdict"] = verdict.model_copy(update=texts)
     host = next((one.host for one in plan.ranks if one.rank == plan.rank), "") or host_name()
     return PlanIn(id=fields["id"], host=cut(host), step=_step_of(plan), plan=plan.model_copy(update=fields))
 
@@ -72,15 +72,13 @@ def describe_forecast(plan: Plan, points: Iterable[tuple[int, int]]) -> Predicti
     predicted = tuple(PredictedPoint(size=size, reserved_bytes=held) for size, held in sorted(points)[:MOST_POINTS])
     fitting = [point.size for point in predicted if point.reserved_bytes <= plan.limit_bytes]
     return PredictionIn(
+        **_take(plan, "made_at", "target_batch", "world_size"),
         id=plan_id(plan),
-        made_at=plan.made_at,
         host=host_name(),
         model=cut(plan.model),
         step=_step_of(plan),
         card=cut(plan.device.name),
         total_bytes=plan.device.total_bytes,
-        target_batch=plan.target_batch,
-        world_size=plan.world_size,
         micro_batch_size=max(fitting, default=0),
         points=predicted,
         version=__version__,
@@ -89,23 +87,23 @@ def describe_forecast(plan: Plan, points: Iterable[tuple[int, int]]) -> Predicti
 
 def describe_run(plan: Plan, run: Run, device: DeviceInfo | None = None) -> RunIn:
     """Return a run as it began; ``device`` is the one of this process, and ``None`` for a run of another."""
+    ranks = tuple(RankCard(host=cut(one.host), device=cut(one.device)) for one in plan.ranks[:MOST_RANKS])
     return RunIn(
-        id=run.id,
-        plan_id=run.plan_id,
-        host=host_name() if device else cut(next((one.host for one in plan.ranks), "") or host_name()),
+        **_take(run, "id", "plan_id", "pid", "started_at"),
+        **_take(plan, "target_batch", "world_size", "micro_batch_size", "limit_bytes"),
+        host=(ranks[0].host if ranks and not device else "") or host_name(),
         user=_user_name() if device else "",
-        pid=run.pid,
-        started_at=run.started_at,
         model=cut(plan.model),
         # With lengths a size counts samples of one length, which a prediction does not have.
         step="" if plan.lengths else _step_of(plan),
-        target_batch=plan.target_batch,
-        world_size=plan.world_size,
-        micro_batch_size=plan.micro_batch_size,
-        limit_bytes=plan.limit_bytes,
-        cards=read_cards(device or plan.device) if device else (),
+        cards=read_cards(device) if device else (),
+        ranks=ranks,
         version=__version__,
     )
+
+
+def _take(record: Record, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def _user_name() -> str:
@@ -152,30 +150,29 @@ class Summaries:
     """
 
     def __init__(self, begun: RunIn) -> None:
-        self.last: Run | None = None  # line; it may be written again, so it is added once the next one is there
-        self._started_at, self._window, self._number = begun.started_at, 0, 0
-        self._size = begun.micro_batch_size
-        self._steps = self._samples = self._retries = self._size_changes = 0
-        self._seconds = 0.0
-        self._at, self._peak, self._held, self._setbacks = 0.0, 0, 0, list[Setback]()  # since the summary before
+        self._started_at, self._size = begun.started_at, begun.micro_batch_size
+        self._last: Run | None = None  # it may be written again, so it is added once the next line is there
+        self._window, self._waiting = 0, list[Run]()  # number of the half minute, and its lines
+        self._number = 0
+        self._totals: dict[str, Any] = {"steps": 0, "samples": 0, "seconds": 0.0, "retries": 0, "size_changes": 0}
 
     def add(self, line: Run) -> Iterator[RunSummary]:
         """Add the next line of the file; yield the summary that is complete by that."""
-        previous, self.last = self.last, line
+        previous, self._last = self._last, line
         if previous is not None and previous.line != line.line:
             yield from self._take(previous)
 
     def close(self, now: float) -> Iterator[RunSummary]:
         """Yield the last summary, if its half minute is over."""
-        if self.last is not None and self._window_of(self.last) < int((now - self._started_at) / SUMMARY_S - _LATE):
+        if self._last is not None and self._window_of(self._last) < int((now - self._started_at) / SUMMARY_S - _LATE):
             yield from self.finish()
 
     def finish(self) -> Iterator[RunSummary]:
         """Yield what is left, after the end of the run."""
-        if self.last is not None:
-            last, self.last = self.last, None
-            yield from self._take(last)
-        if self._at:
+        if self._last is not None:
+            yield from self._take(self._last)
+            self._last = None
+        if self._waiting:
             yield self._make()
 
     def _window_of(self, line: Run) -> int:
@@ -183,42 +180,35 @@ class Summaries:
 
     def _take(self, line: Run) -> Iterator[RunSummary]:
         window = self._window_of(line)
-        if window != self._window and self._at:
+        if window != self._window and self._waiting:
             yield self._make()
-        self._window, self._at = window, line.last_seen_at
-        rows = line.ranks or line.ranges
-        self._steps += line.steps
-        self._samples += sum(one.samples for one in rows)
-        self._seconds += sum(one.seconds for one in line.ranges)
-        self._retries += line.retries
-        self._size_changes += sum(one.kind == "size" for one in line.setbacks)
-        self._peak, self._held = max(self._peak, line.peak_bytes), max(self._held, line.held_bytes)
-        self._setbacks.extend(line.setbacks)
-        steps, setbacks = line.ranges[-1:], line.setbacks[-1:]
-        if steps:
-            self._size = steps[0].allowed_size or steps[0].micro_batch_size or self._size
-        if setbacks and not (steps and steps[0].last_step >= setbacks[0].step):
-            self._size = setbacks[0].new_size
+        self._window = window
+        self._waiting.append(line)
 
     def _make(self) -> RunSummary:
-        setbacks = tuple(
-            RunSetback(
-                step=one.step, kind=one.kind, old_size=one.old_size, new_size=one.new_size, reason=cut(one.reason)
-            )
-            for one in self._setbacks[-MOST_SETBACKS:]
-        )
-        summary = RunSummary(
-            number=self._number,
-            at=self._at,
-            steps=self._steps,
-            samples=self._samples,
-            seconds=self._seconds,
-            retries=self._retries,
-            size_changes=self._size_changes,
+        new, self._waiting = join_runs(self._waiting), []
+        more = {
+            **_take(new, "steps", "retries"),
+            "samples": sum(one.samples for one in new.ranks or new.ranges),
+            "seconds": sum(one.seconds for one in new.ranges),
+            "size_changes": sum(one.kind == "size" for one in new.setbacks),
+        }
+        self._totals = {name: total + more[name] for name, total in self._totals.items()}
+        steps, setbacks = new.ranges[-1:], new.setbacks[-1:]
+        if setbacks and not (steps and steps[0].last_step >= setbacks[0].step):
+            self._size = setbacks[0].new_size
+        elif steps:
+            self._size = steps[0].allowed_size or steps[0].micro_batch_size or self._size
+        self._number += 1
+        return RunSummary(
+            **self._totals,
+            **_take(new, "peak_bytes", "held_bytes"),
+            number=self._number - 1,
+            at=new.last_seen_at,
             micro_batch_size=self._size,
-            peak_bytes=self._peak,
-            held_bytes=self._held,
-            setbacks=setbacks,
+            rank_peaks=tuple(one.held_bytes or one.peak_bytes for one in new.ranks[:MOST_RANKS]),
+            setbacks=tuple(
+                RunSetback(**_take(one, "step", "kind", "old_size", "new_size"), reason=cut(one.reason))
+                for one in new.setbacks[-MOST_SETBACKS:]
+            ),
         )
-        self._number, self._at, self._peak, self._held, self._setbacks = self._number + 1, 0.0, 0, 0, []
-        return summary

@@ -5,12 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import queue
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -39,19 +41,19 @@ class Alerts:
     def __init__(self, store: Store, webhook: str | None) -> None:
         self._store, self._webhook = store, webhook
         self._totals: dict[str, deque[tuple[float, int, int]]] = {}  # time, steps and retries of each run
-        self._ending = threading.Event()
+        self.ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="autobatch-alerts", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._ending.set()
+        self.ending.set()
         if self._thread.is_alive():
-            self._thread.join(_TIMEOUT_S + 1)
+            self._thread.join(_TIMEOUT_S)
 
     def _watch(self) -> None:
-        while not self._ending.wait(_LOOK_EVERY_S):
+        while not self.ending.wait(_LOOK_EVERY_S):
             try:
                 self.check()
             except (SQLAlchemyError, Busy):  # the requests report it
@@ -63,29 +65,27 @@ class Alerts:
         """Note what is new, and send what was not sent yet."""
         now = time.time()
         runs = self._store.live_runs(now - WATCHED_S)
-        small_since = self._store.small_since([run.id for run in runs])
         self._totals = {run.id: self._totals.get(run.id, deque()) for run in runs}
         for run in runs:
-            for kind, text in self._find(run, small_since.get(run.id, 0.0), now):
+            for kind, text in self._find(run, now):
                 self._store.add_alert(run.id, kind, f"{run.model or 'a run'} on {run.host} ({run.id}): {text}")
-        if self._webhook:
-            for alert in self._store.alerts(unsent_since=now - _RESEND_S):
-                failed = "the server ends" if self._ending.is_set() else self._send(alert.text, alert)
-                if not failed:
-                    self._store.alert_sent(alert)
-                elif not failed.startswith(_REFUSED):
+        for alert in self._store.alerts(unsent_since=now - _RESEND_S) if self._webhook else ():
+            if not self.ending.is_set() and self._store.claim_alert(alert):
+                failed = self._send(alert.text, alert)
+                self._store.end_claim(alert, sent=not failed)
+                if failed and not failed.startswith(_REFUSED):
                     break  # the webhook is away: the next look tries again
 
-    def _find(self, run: RunLine, small_since: float, now: float) -> Iterator[tuple[str, str]]:
+    def _find(self, run: RunLine, now: float) -> Iterator[tuple[str, str]]:
         if run.state == "silent":
             yield "silent", f"no summary for {round((now - run.seen_at) / 60)} minutes"
             return
         if run.fill >= NEAR:
             peak, limit = format_bytes(run.last_bytes), format_bytes(run.limit_bytes)
             yield "near limit", f"the last peak was {peak} of a limit of {limit}"
-        if small_since and now - small_since >= _SMALL_S:
+        if run.small_since and now - run.small_since >= _SMALL_S:
             sizes = f"{run.micro_batch_size} samples in a micro-batch instead of {run.first_size}"
-            yield "small", f"{sizes} for {round((now - small_since) / 60)} minutes"
+            yield "small", f"{sizes} for {round((now - run.small_since) / 60)} minutes"
         window = self._totals[run.id]
         window.append((now, run.steps, run.retries))
         while now - window[0][0] > _RATE_WINDOW_S:
@@ -102,6 +102,15 @@ class Alerts:
         return self._send("autobatch: this is a test of the webhook", None)
 
     def _send(self, text: str, alert: Alert | None) -> str:
+        """Send a message in a thread, so that the end of the server does not wait for it; return why it failed."""
+        answers = queue.SimpleQueue[str]()
+        threading.Thread(target=lambda: answers.put(self._post(text, alert)), daemon=True).start()
+        while not self.ending.is_set():
+            with suppress(queue.Empty):
+                return answers.get(timeout=0.1)
+        return "the server ends"
+
+    def _post(self, text: str, alert: Alert | None) -> str:
         """Send a message to the webhook, whose JSON Slack and Mattermost also read; return why it failed."""
         content = {"text": text, "kind": alert.kind if alert else "test", "run": alert.run_id if alert else ""}
         request = urllib.request.Request(  # noqa: S310 - the command line takes http and https only

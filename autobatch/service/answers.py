@@ -1,11 +1,51 @@
-"""Defines what the service answers to a reader: lines of lists, one plan, one run, cards and figures."""
+"""Defines what a reader asks for and the service answers: lines of lists, one plan, one run, cards and figures."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.service.records import CardReading, ErrorFigures, Record, RunSetback
+from autobatch.service.records import CardReading, ErrorFigures, Name, OptionalId, Record, RunSetback
+
+_PLACE = r"^[0-9]{1,12}(\.[0-9]{1,20})?(e-[0-9]{1,3})?_[A-Za-z0-9_-]{1,64}$"
+
+
+class PageQuery(Record):
+    """One page of a list."""
+
+    limit: Annotated[int, Field(ge=1, le=500, description="Most entries of the page.")] = 50
+    after: Annotated[str | None, Field(pattern=_PLACE, description="``next`` of the page before.")] = None
+    model: Annotated[Name, Field(description="A part of the model's name, in any case.")] = ""
+
+    @property
+    def place(self) -> tuple[float, str] | None:
+        moment, _, key = (self.after or "").partition("_")
+        return (float(moment), key) if self.after else None
+
+    @property
+    def filters(self) -> dict[str, str]:
+        return self.model_dump(exclude_defaults=True, exclude={"limit", "after"})
+
+    @property
+    def parts(self) -> dict[str, str]:
+        return {name: part for name, part in self.filters.items() if name in {"model", "device", "host", "id"}}
+
+
+class PlanQuery(PageQuery):
+    """A page of plans."""
+
+    device: Annotated[Name, Field(description="A part of the device's name, in any case.")] = ""
+    host: Annotated[Name, Field(description="A part of the computer's name, in any case.")] = ""
+    id: Annotated[Name, Field(description="A part of the id.")] = ""
+
+
+class RunQuery(PlanQuery):
+    """A page of runs."""
+
+    plan_id: Annotated[OptionalId, Field(description="The whole id of their plan.")] = ""
+    state: Annotated[Literal["", "live", "silent", "ended"], Field(description="Default: any.")] = ""
 
 
 class Me(Record):
@@ -56,6 +96,7 @@ class RunLine(Record):
     Attributes:
         state: ``"live"``, ``"silent"`` if no summary came for five minutes, or how it ended.
         first_size: Micro-batch size at the start.
+        small_since: Since when the size is smaller than at the start; 0 if it is not.
         last_bytes: Peak in the last summary.
         peak_bytes: Highest peak in any summary.
     """
@@ -71,6 +112,7 @@ class RunLine(Record):
     world_size: int
     target_batch: int
     first_size: int
+    small_since: float
     micro_batch_size: int
     limit_bytes: int
     last_bytes: int
@@ -99,7 +141,7 @@ class RunPage(Record):
 
 
 class SummaryLine(Record):
-    """One summary of a run."""
+    """One summary of a run, or some that follow each other: the highest peaks, the smallest size, the last totals."""
 
     number: int
     at: float
@@ -112,9 +154,15 @@ class SummaryLine(Record):
 
 
 class RunOut(Record):
-    """One run with its newest thousand summaries, the oldest first."""
+    """One run from its beginning to its end, the oldest first: at most a thousand lines.
+
+    Attributes:
+        joined: Number of summaries in a line; 1 if each has its own.
+        summaries: The lines, with the newest setbacks.
+    """
 
     run: RunLine
+    joined: int
     summaries: tuple[SummaryLine, ...]
 
 
@@ -163,6 +211,24 @@ class CardPage(Record):
     """Cards that a run has read in the last hour."""
 
     cards: tuple[Card, ...]
+
+
+class Machine(Record):
+    """A computer: its cards, what is free on them together, and who runs something on them."""
+
+    host: str
+    seen_at: float
+    total_bytes: int
+    free_bytes: int
+    users: tuple[str, ...]
+    runs: int
+    cards: tuple[Card, ...]
+
+
+class MachinePage(Record):
+    """Computers on which a run has read a card in the last hour."""
+
+    machines: tuple[Machine, ...]
 
 
 class PredictionLine(Record):

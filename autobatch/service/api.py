@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
 
 from autobatch.report.difference import diff_plans_data
+from autobatch.service.alerts import NEAR, WATCHED_S
 from autobatch.service.answers import (
     AlertTested,
     CardPage,
     Difference,
     ErrorPage,
     Forgotten,
+    MachinePage,
     Me,
+    PageQuery,
     PlanOut,
     PlanPage,
+    PlanQuery,
     PredictionPage,
     Problem,
     RunOut,
     RunPage,
+    RunQuery,
 )
 from autobatch.service.auth import ANYONE, Role, Token
 from autobatch.service.comparison import decide, summarise_groups
@@ -34,8 +40,6 @@ from autobatch.service.records import (
     GateAnswer,
     GateQuestion,
     Id,
-    Name,
-    OptionalId,
     PlanIn,
     PredictionIn,
     RecallAnswer,
@@ -66,9 +70,9 @@ class _TokenFirst(APIRoute):
         answer = super().get_route_handler()
 
         async def check_and_answer(request: Request) -> Response:
-            given = request.headers.get("authorization", "").partition(" ")
-            text = given[2].strip() if given[0].lower() == "bearer" else None
-            token = await run_in_threadpool(find_token, request, request.app.state.service, text)
+            given = await _bearer(request)
+            text, service = given.credentials.strip() if given else None, request.app.state.service
+            token = service.tokens.remembered(text or "") or await run_in_threadpool(find_token, request, service, text)
             if token is None:
                 raise HTTPException(401, _NO_TOKEN, {"WWW-Authenticate": "Bearer"})
             request.state.token = token
@@ -77,18 +81,13 @@ class _TokenFirst(APIRoute):
         return check_and_answer
 
 
-router = APIRouter(prefix="/api/v1", responses=_problems, route_class=_TokenFirst)
+_bearer = HTTPBearer(auto_error=False, description="A token of ``autobatch serve token create``.")
+router = APIRouter(prefix="/api/v1", responses=_problems, route_class=_TokenFirst, dependencies=[Depends(_bearer)])
+metrics_router = APIRouter(route_class=_TokenFirst, include_in_schema=False)
 
 PlanId = Annotated[Id, Path(description="Id of a plan.")]
 PredictionId = Annotated[Id, Path(description="Id of a prediction.")]
 RunId = Annotated[Id, Path(description="Id of a run.")]
-Limit = Annotated[int, Query(ge=1, le=500, description="Most entries of the page.")]
-After = Annotated[
-    str | None,
-    Query(pattern=r"^[0-9]{1,12}(\.[0-9]{1,20})?(e-[0-9]{1,3})?_[A-Za-z0-9_-]{1,64}$", description="``next`` before."),
-]
-NamePart = Annotated[Name, Query(description="A part of the name, in any case.")]
-_bearer = HTTPBearer(auto_error=False, description="A token of ``autobatch serve token create``.")
 
 
 async def service_of(request: Request) -> Service:  # async: it needs no thread
@@ -111,15 +110,9 @@ def find_token(request: Request, service: Service, text: str | None) -> Token | 
     return token
 
 
-def _require(role: Role) -> Callable[..., Coroutine[Any, Any, Token]]:
-    async def check(
-        request: Request, service: This, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
-    ) -> Token:
-        token: Token | None = getattr(request.state, "token", None)  # of a route of this module
-        if token is None:
-            token = await run_in_threadpool(find_token, request, service, given.credentials if given else None)
-        if token is None:
-            raise HTTPException(401, _NO_TOKEN, {"WWW-Authenticate": "Bearer"})
+def _require(role: Role) -> Callable[[Request], Coroutine[Any, Any, Token]]:
+    async def check(request: Request) -> Token:
+        token: Token = request.state.token
         if token.level < role:
             raise HTTPException(403, f"this needs the role {role.name}, and the token {token.name} is a {token.role}")
         return token
@@ -137,11 +130,6 @@ def _owner(token: Token) -> str | None:
     return None if token.level >= Role.admin else token.name
 
 
-def read_cursor(after: str | None) -> tuple[float, str] | None:
-    moment, _, key = (after or "").partition("_")
-    return (float(moment), key) if after else None
-
-
 @router.get("/me")
 def who_am_i(token: Reader) -> Me:
     return Me(name=token.name, role=token.role)
@@ -153,17 +141,8 @@ def add_plan(plan: PlanIn, service: This, _: Writer) -> Stored:
 
 
 @router.get("/plans")
-def list_plans(
-    *,
-    service: This,
-    _: Reader,
-    after: After = None,
-    limit: Limit = 50,
-    model: NamePart = "",
-    device: NamePart = "",
-    host: Name = "",
-) -> PlanPage:
-    plans, following = service.store.list_plans(read_cursor(after), limit, model=model, device=device, host=host)
+def list_plans(query: Annotated[PlanQuery, Query()], service: This, _: Reader) -> PlanPage:
+    plans, following = service.store.list_plans(query)
     return PlanPage(plans=tuple(plans), next=following)
 
 
@@ -177,12 +156,12 @@ def compare_plans(first: Id, second: Id, service: This, _: Reader) -> Difference
 @router.get("/plans/{plan_id}")
 def show_plan(plan_id: PlanId, service: This, _: Reader) -> PlanOut:
     host, plan = service.store.find_plan(plan_id)
-    return PlanOut(host=host, plan=plan, runs=tuple(service.store.list_runs(plan_id=plan_id)[0]))
+    return PlanOut(host=host, plan=plan, runs=tuple(service.store.list_runs(RunQuery(plan_id=plan_id))[0]))
 
 
 @router.delete("/plans/{plan_id}")
 def forget_plan(plan_id: PlanId, service: This, _: Admin) -> Forgotten:
-    return Forgotten(runs=service.store.forget(plan_id))
+    return Forgotten(runs=service.store.forget("plans", plan_id))
 
 
 @router.post("/recall")
@@ -196,26 +175,14 @@ def add_run(run: RunIn, service: This, token: Writer) -> Stored:
 
 
 @router.get("/runs")
-def list_runs(
-    *,
-    service: This,
-    _: Reader,
-    after: After = None,
-    limit: Limit = 50,
-    model: NamePart = "",
-    host: Name = "",
-    plan_id: OptionalId = "",
-    state: Literal["", "live", "ended"] = "",
-) -> RunPage:
-    cursor = read_cursor(after)
-    runs, following = service.store.list_runs(cursor, limit, model=model, host=host, plan_id=plan_id, state=state)
+def list_runs(query: Annotated[RunQuery, Query()], service: This, _: Reader) -> RunPage:
+    runs, following = service.store.list_runs(query)
     return RunPage(runs=tuple(runs), next=following)
 
 
 @router.get("/runs/{run_id}")
 def show_run(run_id: RunId, service: This, _: Reader) -> RunOut:
-    run, summaries = service.store.find_run(run_id)
-    return RunOut(run=run, summaries=tuple(summaries))
+    return service.store.find_run(run_id)
 
 
 @router.post("/runs/{run_id}/summaries", status_code=201)
@@ -230,12 +197,17 @@ def end_run(run_id: RunId, end: RunEnd, service: This, token: Writer) -> Stored:
 
 @router.delete("/runs/{run_id}", status_code=204)
 def forget_run(run_id: RunId, service: This, _: Admin) -> None:
-    service.store.forget_run(run_id)
+    service.store.forget("runs", run_id)
 
 
 @router.get("/cards")
 def list_cards(service: This, _: Reader) -> CardPage:
     return CardPage(cards=tuple(service.store.cards()))
+
+
+@router.get("/machines")
+def list_machines(service: This, _: Reader) -> MachinePage:
+    return MachinePage(machines=tuple(service.store.machines()))
 
 
 @router.post("/predictions", status_code=201)
@@ -244,16 +216,14 @@ def add_prediction(prediction: PredictionIn, service: This, _: Writer) -> Stored
 
 
 @router.get("/predictions")
-def list_predictions(
-    service: This, _: Reader, after: After = None, limit: Limit = 50, model: NamePart = ""
-) -> PredictionPage:
-    predictions, following = service.store.list_predictions(read_cursor(after), limit, model=model)
+def list_predictions(query: Annotated[PageQuery, Query()], service: This, _: Reader) -> PredictionPage:
+    predictions, following = service.store.list_predictions(query)
     return PredictionPage(predictions=tuple(predictions), next=following)
 
 
 @router.delete("/predictions/{prediction_id}", status_code=204)
 def forget_prediction(prediction_id: PredictionId, service: This, _: Admin) -> None:
-    service.store.forget_prediction(prediction_id)
+    service.store.forget("predictions", prediction_id)
 
 
 @router.get("/predictions/errors")
@@ -303,3 +273,8 @@ async def _watch(service: Service, whose: str) -> AsyncIterator[str]:
 def show_openapi(request: Request, _: Reader) -> dict[str, Any]:
     schema: dict[str, Any] = request.app.openapi()
     return schema
+
+
+@metrics_router.get("/metrics")
+def show_metrics(service: This, _: Reader) -> Response:
+    return Response(service.metrics.render(service.store, time.time() - WATCHED_S, NEAR), media_type="text/plain")

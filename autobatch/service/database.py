@@ -1,7 +1,7 @@
 """Opens the database, brings its tables up to date, and lets actions read and write: SQLite or PostgreSQL.
 
-On SQLite one thread writes all that waits in one transaction, and answers after its COMMIT. On PostgreSQL each request
-writes in a transaction of its own.
+One thread writes all that waits in one transaction, and answers after its COMMIT. Many threads that write would wait
+for each other: on SQLite for its lock, on PostgreSQL for Python's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, event, insert, select
+from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
@@ -31,6 +31,7 @@ _LONGEST_QUEUE = 2000  # actions that wait for the writer
 _LARGEST_GROUP = 200  # actions of one transaction
 _PATIENCE_S = 10.0  # of a request for its COMMIT
 _ROWS_AT_ONCE = 1000  # of a backup
+_MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 class Busy(Exception):
@@ -43,12 +44,13 @@ class Database:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.is_sqlite = engine.dialect.name == "sqlite"
+        # BEGIN and ROLLBACK would double the requests of a read to PostgreSQL.
+        self._reader = engine if self.is_sqlite else engine.execution_options(isolation_level="AUTOCOMMIT")
         self.insert = sqlite.insert if self.is_sqlite else postgresql.insert
         self.changes = 0  # grows with each write: streams watch it
         self._waiting: queue.Queue[tuple[Callable[[Connection], Any], Future[Any]] | None] = queue.Queue(_LONGEST_QUEUE)
         self._writer = threading.Thread(target=self._write_groups, name="autobatch-writer", daemon=True)
-        if self.is_sqlite:
-            self._writer.start()
+        self._writer.start()
 
     @classmethod
     def open(cls, url: str, *, migrate: bool = True) -> Database:
@@ -73,32 +75,22 @@ class Database:
         return cls(engine)
 
     def close(self) -> None:
-        if self.is_sqlite:
-            self._waiting.put(None)
-            self._writer.join(_PATIENCE_S)
+        self._waiting.put(None)
+        self._writer.join(_PATIENCE_S)
         self._engine.dispose()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        with self._engine.connect() as connection:
+        with self._reader.connect() as connection:
             yield connection
 
     def write_later(self, action: Callable[[Connection], object]) -> None:
         """Write what nobody waits for, unless much waits already or the database cannot be used."""
-        if not self.is_sqlite:
-            with suppress(SQLAlchemyError):
-                self.write(action)
-            return
         with suppress(queue.Full):
             self._waiting.put_nowait((action, Future()))
 
     def write(self, action: Callable[[Connection], _Answer]) -> _Answer:
         """Run an action in a transaction, and return its answer once that is on the disk."""
-        if not self.is_sqlite:
-            with self._engine.begin() as connection:
-                answer = action(connection)
-            self.changes += 1
-            return answer
         future: Future[_Answer] = Future()
         try:
             self._waiting.put((action, future), timeout=_PATIENCE_S)
@@ -118,28 +110,21 @@ class Database:
             self._write_group(group)
 
     def _write_group(self, group: list[tuple[Callable[[Connection], Any], Future[Any]]]) -> None:
-        """Write a group in one transaction. An action that fails is undone alone, a failing disk undoes all."""
-        done: list[tuple[Future[Any], Any, Exception | None]] = []
+        """Write a group in one transaction. If one fails, each is written alone; a failing disk fails all."""
         try:
             with self._engine.connect().execution_options(writes=True) as connection, connection.begin():
-                for action, future in group:
-                    undoable = connection.begin_nested()
-                    try:
-                        done.append((future, action(connection), None))
-                        undoable.commit()
-                    except OperationalError:  # a full disk: SQLite has undone the whole transaction already
-                        raise
-                    except Exception as error:  # noqa: BLE001 - the request raises it
-                        undoable.rollback()
-                        done.append((future, None, error))
-        except Exception as error:  # noqa: BLE001 - each request raises it
-            done = [(future, None, error) for _, future in group]
-        self.changes += 1
-        for future, answer, failed in done:
-            if failed is None:
-                future.set_result(answer)
+                answers = [action(connection) for action, _ in group]
+        except Exception as error:  # noqa: BLE001 - the requests raise it
+            if len(group) > 1 and not isinstance(error, OperationalError):
+                for one in group:
+                    self._write_group([one])
             else:
-                future.set_exception(failed)
+                for _, future in group:
+                    future.set_exception(error)
+            return
+        self.changes += 1
+        for (_, future), answer in zip(group, answers, strict=True):
+            future.set_result(answer)
 
     def copy_to(self, other: Database) -> int:
         """Copy all rows, as they are at one moment, to a database without rows in one transaction; return how many."""
@@ -231,11 +216,16 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def _migrate(engine: Engine) -> None:
+    """Make the tables of a new database as they are now; bring those of an older version up to date."""
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("script_location", str(_MIGRATIONS))
     with engine.connect().execution_options(writes=True) as connection:
         if engine.dialect.name == "postgresql":  # of several servers that start at once, one migrates
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(4217330961)")
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        if inspect(connection).has_table("alembic_version"):
+            command.upgrade(config, "head")
+        else:
+            Base.metadata.create_all(connection)
+            command.stamp(config, "head")
         connection.commit()

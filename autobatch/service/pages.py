@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Annotated, Any, NamedTuple
@@ -21,17 +22,18 @@ from autobatch.report.difference import diff_plans
 from autobatch.report.html import make_environment, render_fragment
 from autobatch.report.pictures import PALETTE
 from autobatch.service.alerts import NEAR, WATCHED_S
-from autobatch.service.answers import SummaryLine
-from autobatch.service.api import COOKIE, After, This, find_token, read_cursor
+from autobatch.service.answers import PageQuery, PlanQuery, RunQuery, SummaryLine
+from autobatch.service.api import COOKIE, This, find_token
 from autobatch.service.auth import Role, Token
 from autobatch.service.comparison import summarise_groups
 from autobatch.service.records import Id, Name, OptionalId
+from autobatch.service.store import Kind
 
 _COOKIE_S = 30 * 24 * 3600
-_ENTRIES = 50
+_FOUND = 20  # by a part of an id or of one kind of name
 _LARGEST_LOGIN = 4096  # bytes
-_LIVE_S = 24 * 3600  # one that was killed longer ago is in the list of all
 _MOST_LIVE = 200
+_MOST_SETBACKS = 200
 _COLUMNS = 110  # of a comparison
 _MOST_TRIALS = 200  # of a report
 _drawing = threading.Lock()  # matplotlib has one style for all threads
@@ -62,59 +64,39 @@ def _admin(token: Visitor) -> Token:
 
 
 Admin = Annotated[Token, Depends(_admin)]
-Part = Annotated[Name, Query()]
 
 
 @router.get("/")
 def show_fleet(request: Request, service: This, token: Visitor) -> Response:
-    runs = service.store.live_runs(time.time() - WATCHED_S)
-    return _page(request, token, "fleet.html", cards=service.store.cards(), runs=runs)
+    machines, runs = service.store.machines(), service.store.live_runs(time.time() - WATCHED_S)
+    return _page(request, token, "fleet.html", machines=machines, runs=runs)
 
 
 @router.get("/runs")
-def show_runs(
-    *,
-    request: Request,
-    service: This,
-    token: Visitor,
-    after: After = None,
-    model: Part = "",
-    host: Part = "",
-) -> Response:
-    live = [] if after or model or host else service.store.live_runs(time.time() - _LIVE_S)[:_MOST_LIVE]
-    cursor = read_cursor(after)
-    runs, following = service.store.list_runs(cursor, _ENTRIES, model=model, host=host)
-    more = _more(following, model=model, host=host)
-    return _page(request, token, "runs.html", live=live, runs=runs, more=more, model=model, host=host)
+def show_runs(query: Annotated[RunQuery, Query()], request: Request, service: This, token: Visitor) -> Response:
+    live = [] if query.after or query.filters else service.store.live_runs()[:_MOST_LIVE]
+    runs, following = service.store.list_runs(query)
+    return _page(request, token, "runs.html", live=live, runs=runs, query=query, more=_more(following, query))
 
 
 @router.get("/runs/{run_id}")
 def show_run(run_id: Id, request: Request, service: This, token: Visitor) -> Response:
-    run, summaries = service.store.find_run(run_id)
-    chart = chart_memory(summaries, run.limit_bytes)
-    setbacks = [setback for one in summaries for setback in one.setbacks]
-    return _page(request, token, "run.html", run=run, summaries=summaries, chart=chart, setbacks=setbacks)
+    found = service.store.find_run(run_id)
+    setbacks = [setback for line in found.summaries for setback in line.setbacks][-_MOST_SETBACKS:]
+    chart = chart_memory(found.summaries, found.run.limit_bytes)
+    return _page(request, token, "run.html", **dict(found), chart=chart, setbacks=setbacks)
 
 
 @router.get("/plans")
-def show_plans(
-    *,
-    request: Request,
-    service: This,
-    token: Visitor,
-    after: After = None,
-    model: Part = "",
-    device: Part = "",
-) -> Response:
-    plans, following = service.store.list_plans(read_cursor(after), _ENTRIES, model=model, device=device)
-    more = _more(following, model=model, device=device)
-    return _page(request, token, "plans.html", plans=plans, more=more, model=model, device=device)
+def show_plans(query: Annotated[PlanQuery, Query()], request: Request, service: This, token: Visitor) -> Response:
+    plans, following = service.store.list_plans(query)
+    return _page(request, token, "plans.html", plans=plans, query=query, more=_more(following, query))
 
 
 @router.get("/plans/{plan_id}")
 def show_plan(plan_id: Id, request: Request, service: This, token: Visitor) -> Response:
     host, plan = service.store.find_plan(plan_id)
-    runs, _ = service.store.list_runs(plan_id=plan_id)
+    runs, _ = service.store.list_runs(RunQuery(plan_id=plan_id))
     report = Markup(_report(plan_id, plan.model_dump_json()))  # noqa: S704 - the report has escaped it
     values: dict[str, Any] = {"host": host, "runs": runs, "report": report, "most_trials": _MOST_TRIALS}
     return _page(request, token, "plan.html", plan_id=plan_id, plan=plan, **values)
@@ -132,22 +114,21 @@ def show_comparison(
 
 
 @router.get("/predictions")
-def show_predictions(
-    request: Request, service: This, token: Visitor, after: After = None, model: Part = ""
-) -> Response:
-    errors = summarise_groups(service.store.comparisons())
-    predictions, following = service.store.list_predictions(read_cursor(after), _ENTRIES, model=model)
-    more = _more(following, model=model)
-    values: dict[str, Any] = {"errors": errors, "predictions": predictions, "more": more, "model": model}
-    return _page(request, token, "predictions.html", **values)
+def show_predictions(query: Annotated[PageQuery, Query()], request: Request, service: This, token: Visitor) -> Response:
+    predictions, following = service.store.list_predictions(query)
+    values: dict[str, Any] = {"errors": summarise_groups(service.store.comparisons()), "predictions": predictions}
+    return _page(request, token, "predictions.html", **values, query=query, more=_more(following, query))
 
 
 @router.get("/search")
-def search(request: Request, service: This, token: Visitor, q: Part = "") -> Response:
-    """Look for a part of a model's name, a host, or an id."""
-    plans = service.store.list_plans(limit=20, model=q)[0] if q else []
-    runs = [*service.store.list_runs(limit=20, model=q)[0], *service.store.list_runs(limit=20, host=q)[0]] if q else []
-    return _page(request, token, "search.html", q=q, plans=plans, runs=list(dict.fromkeys(runs)))
+def search(request: Request, service: This, token: Visitor, q: Annotated[Name, Query()] = "") -> Response:
+    """Look for a part of an id, or of a model's, a device's or a computer's name."""
+    queries = [{"limit": _FOUND, column: q} for column in ("id", "model", "device", "host")] if q else []
+    found_plans = (service.store.list_plans(PlanQuery.model_validate(query))[0] for query in queries)
+    found_runs = (service.store.list_runs(RunQuery.model_validate(query))[0] for query in queries)
+    plans = {plan.id: plan for found in found_plans for plan in found}
+    runs = {run.id: run for found in found_runs for run in found}
+    return _page(request, token, "search.html", q=q, plans=list(plans.values()), runs=list(runs.values()))
 
 
 @router.get("/alerts")
@@ -163,22 +144,10 @@ def send_test(request: Request, service: This, token: Admin) -> Response:
     return _page(request, token, "alerts.html", **values, tested=failed or "the webhook took the test")
 
 
-@router.post("/plans/{plan_id}/forget")
-def forget_plan(plan_id: Id, service: This, _: Admin) -> Response:
-    service.store.forget(plan_id)
-    return RedirectResponse("/plans", 303)
-
-
-@router.post("/runs/{run_id}/forget")
-def forget_run(run_id: Id, service: This, _: Admin) -> Response:
-    service.store.forget_run(run_id)
-    return RedirectResponse("/runs", 303)
-
-
-@router.post("/predictions/{prediction_id}/forget")
-def forget_prediction(prediction_id: Id, service: This, _: Admin) -> Response:
-    service.store.forget_prediction(prediction_id)
-    return RedirectResponse("/predictions", 303)
+@router.post("/{kind}/{record_id}/forget")
+def forget(kind: Kind, record_id: Id, service: This, _: Admin) -> Response:
+    service.store.forget(kind, record_id)
+    return RedirectResponse(f"/{kind}", 303)
 
 
 @router.get("/api")
@@ -250,7 +219,7 @@ class MemoryChart(NamedTuple):
     end: float
 
 
-def chart_memory(summaries: list[SummaryLine], limit_bytes: int) -> MemoryChart | None:
+def chart_memory(summaries: Sequence[SummaryLine], limit_bytes: int) -> MemoryChart | None:
     """Return the chart of a run; the table beside it has the same numbers."""
     if len(summaries) < 2:
         return None
@@ -289,10 +258,9 @@ def _draw_report(_plan_id: str, content: str) -> str:
     return render_fragment(plan)
 
 
-def _more(following: str | None, **filters: str) -> str:
+def _more(following: str | None, query: PageQuery) -> str:
     """Return the query of the next page; empty if there is none."""
-    given = {name: value for name, value in filters.items() if value}
-    return f"?{urlencode(given | {'after': following})}" if following else ""
+    return f"?{urlencode(query.filters | {'after': following})}" if following else ""
 
 
 def _page(request: Request, token: Token | None, template: str, *, status: int = 200, **values: Any) -> Response:

@@ -6,23 +6,21 @@ import time
 from collections import Counter
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select
+from sqlalchemy import Connection, func, select
 
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.service.answers import Comparison, PlanLine, PredictionLine
+from autobatch.service.answers import Comparison, PageQuery, PlanLine, PlanQuery, PredictionLine
 from autobatch.service.comparison import card_key, card_keys, predicted_bytes
 from autobatch.service.records import PlanIn, PredictionIn
-from autobatch.service.rows import NotFound, Rows, cursor, cut, delete_runs
-from autobatch.service.tables import PeakRow, PlanRow, PredictionRow, RunRow
+from autobatch.service.rows import NotFound, Rows, cut
+from autobatch.service.tables import PeakRow, PlanRow, PredictionRow
 
 _MOST_RECALLED = 10
 _MOST_PEAKS = 200  # of one plan: it has far fewer trials
 _MOST_COMPARED = 1000  # predictions, the newest
 _MOST_OF_STEP = 10  # of these, the newest, on one card
 _MOST_PEAKS_OF_STEP = 100  # that they are compared with, the highest
-
-_PLAN_COLUMNS = [PlanRow.__table__.c[name] for name in PlanLine.model_fields]
-_PREDICTION_COLUMNS = [PredictionRow.__table__.c[name] for name in PredictionLine.model_fields]
+_ALL = PlanQuery()
 
 
 class PlanRows(Rows):
@@ -30,24 +28,12 @@ class PlanRows(Rows):
 
     def add_plan(self, sent: PlanIn) -> bool:
         plan = sent.plan
-        names = {"model": cut(plan.model), "device": cut(plan.device.name), "host": sent.host}
-        row = {
-            "id": sent.id,
-            "made_at": plan.made_at or time.time(),
-            **names,
-            "version": cut(plan.version),
-            "fingerprint": plan.fingerprint[:64],
-            "step": sent.step,
-            "rank": plan.rank,
-            "world_size": plan.world_size,
-            "target_batch": plan.target_batch,
-            "micro_batch_size": plan.micro_batch_size,
-            "accumulation_steps": plan.accumulation_steps,
-            "peak_bytes": plan.peak_bytes,
-            "limit_bytes": plan.limit_bytes,
-            "added_at": time.time(),
-            "content": plan.model_dump_json(exclude_defaults=True),
-        }
+        columns = ("rank", "world_size", "target_batch", "micro_batch_size", "accumulation_steps", "peak_bytes")
+        row: dict[str, Any] = {name: getattr(plan, name) for name in (*columns, "limit_bytes")}
+        row |= {"id": sent.id, "host": sent.host, "step": sent.step, "fingerprint": plan.fingerprint[:64]}
+        row |= {"model": cut(plan.model), "device": cut(plan.device.name), "version": cut(plan.version)}
+        row |= {"added_at": time.time(), "made_at": plan.made_at or time.time()}
+        row["content"] = plan.model_dump_json(exclude_defaults=True)
         # With lengths a trial's size counts samples of one length, which a prediction does not have.
         trials = [trial for trial in plan.trials if trial.length is None]
         peaks = {trial.micro_batch_size: (plan.limit_bytes, 1) for trial in trials if trial.outcome == "oom"}
@@ -57,31 +43,17 @@ class PlanRows(Rows):
             if trial.outcome == "fits" and trial.peak_reserved
         }
         place = {"step": sent.step, "card_key": card_key(plan.device.name), "world_size": plan.world_size}
-        place |= {"source_id": sent.id, "total_bytes": plan.device.total_bytes}
+        place["source_id"] = sent.id
 
-        def write(connection: Connection) -> bool:
-            is_new = self.insert(connection, PlanRow, row)
-            if is_new and sent.step:
-                for size, (peak, ran_out) in sorted(peaks.items())[:_MOST_PEAKS]:
-                    self.insert(connection, PeakRow, {"size": size, "bytes": peak, "ran_out": ran_out, **place})
-            return is_new
+        def add_peaks(connection: Connection) -> None:
+            for size, (peak, ran_out) in sorted(peaks.items())[: _MOST_PEAKS if sent.step else 0]:
+                self.insert(connection, PeakRow, {"size": size, "bytes": peak, "ran_out": ran_out, **place})
 
-        return self.write_named(names, write)
+        return self.add(PlanRow, row, add_peaks)
 
-    def list_plans(
-        self,
-        after: tuple[float, str] | None = None,
-        limit: int = 50,
-        *,
-        model: str = "",
-        device: str = "",
-        host: str = "",
-    ) -> tuple[list[PlanLine], str | None]:
-        wanted = [self.has_part(PlanRow, name, part) for name, part in (("model", model), ("device", device)) if part]
-        wanted += [PlanRow.host == host] if host else []
-        rows = self.page(select(*_PLAN_COLUMNS).where(*wanted), PlanRow.made_at, PlanRow.id, after, limit)
-        lines = [PlanLine.model_validate(row) for row in rows]
-        return lines, cursor(lines[-1].made_at, lines[-1].id) if len(lines) == limit else None
+    def list_plans(self, query: PlanQuery = _ALL) -> tuple[list[PlanLine], str | None]:
+        wanted = self.find_parts(PlanRow, "made_at", query.parts)
+        return self.read_page(PlanRow, "made_at", PlanLine, wanted, query)
 
     def find_plan(self, plan_id: str) -> tuple[str, PlanRecord]:
         """Return a plan's host and the plan."""
@@ -92,45 +64,27 @@ class PlanRows(Rows):
         return row.host, PlanRecord.model_validate_json(row.content)
 
     def recall(self, fingerprint: str, rank: int) -> list[PlanRecord]:
-        """Return the newest plan of each host first, by the server's clock: one host does not hide the others."""
-        turn = func.row_number().over(partition_by=PlanRow.host, order_by=PlanRow.added_at.desc())
+        """Return the newest plan of each division on each host first, by the server's clock.
+
+        A host that restarts often does not hide the plans of others. Nor do two machines with one name, since a
+        smaller one has another division. A host's name counts for nothing else: the fingerprint has the card.
+        """
+        same = (PlanRow.host, PlanRow.target_batch, PlanRow.micro_batch_size)
+        turn = func.row_number().over(partition_by=same, order_by=PlanRow.added_at.desc())
         query = select(PlanRow.content).where(PlanRow.fingerprint == fingerprint, PlanRow.rank == rank)
         query = query.order_by(turn, PlanRow.added_at.desc()).limit(_MOST_RECALLED)
         with self.database.read() as connection:
             rows = connection.execute(query).scalars().all()
         return [PlanRecord.model_validate_json(content) for content in rows]
 
-    def forget(self, plan_id: str) -> int:
-        """Delete a plan with its runs, and return the number of runs."""
-
-        def write(connection: Connection) -> int:
-            if not connection.execute(delete(PlanRow).where(PlanRow.id == plan_id)).rowcount:
-                raise NotFound(f"no plan has the id {plan_id}")
-            connection.execute(delete(PeakRow).where(PeakRow.source_id == plan_id))
-            return delete_runs(connection, RunRow.plan_id == plan_id)
-
-        return self.database.write(write)
-
-    def forget_prediction(self, prediction_id: str) -> None:
-        its = delete(PredictionRow).where(PredictionRow.id == prediction_id)
-        if not self.database.write(lambda connection: connection.execute(its).rowcount):
-            raise NotFound(f"no prediction has the id {prediction_id}")
-
     def add_prediction(self, sent: PredictionIn) -> bool:
-        columns = ("id", "model", "card", "host", "step", "target_batch", "micro_batch_size", "total_bytes")
-        row: dict[str, Any] = {name: getattr(sent, name) for name in columns}
-        now = time.time()
-        row |= {"made_at": sent.made_at or now, "added_at": now, "content": sent.model_dump_json()}
-        return self.write_named({"model": sent.model}, lambda connection: self.insert(connection, PredictionRow, row))
+        row: dict[str, Any] = {name: getattr(sent, name) for name in (*PredictionLine.model_fields, "step")}
+        row |= {"made_at": sent.made_at or time.time(), "added_at": time.time(), "content": sent.model_dump_json()}
+        return self.add(PredictionRow, row)
 
-    def list_predictions(
-        self, after: tuple[float, str] | None = None, limit: int = 50, *, model: str = ""
-    ) -> tuple[list[PredictionLine], str | None]:
-        wanted = [self.has_part(PredictionRow, "model", model)] if model else []
-        query = select(*_PREDICTION_COLUMNS).where(*wanted)
-        rows = self.page(query, PredictionRow.made_at, PredictionRow.id, after, limit)
-        lines = [PredictionLine.model_validate(row) for row in rows]
-        return lines, cursor(lines[-1].made_at, lines[-1].id) if len(lines) == limit else None
+    def list_predictions(self, query: PageQuery = _ALL) -> tuple[list[PredictionLine], str | None]:
+        wanted = self.find_parts(PredictionRow, "made_at", query.parts)
+        return self.read_page(PredictionRow, "made_at", PredictionLine, wanted, query)
 
     def comparisons(self) -> list[Comparison]:
         """Return each prediction beside each plan or run of its step, at the size that took the most beyond it.

@@ -1,42 +1,16 @@
-"""Defines what travels between a client and the service, under ``/api/v1``.
-
-    method and path                  sends              answers
-    GET    /me                       -                  200 Me: name and role of the token
-    POST   /plans                    PlanIn             201 Stored
-    GET    /plans                    filters below      200 PlanPage, the newest first
-    GET    /plans/{id}               -                  200 PlanOut, 404
-    DELETE /plans/{id}               -                  200 Forgotten: the plan with its runs, for an admin; 404
-    GET    /plans/compare            ?first=ID&second=  200 Difference, 404
-    POST   /recall                   RecallQuestion     200 RecallAnswer, perhaps empty
-    POST   /runs                     RunIn              201 Stored
-    POST   /runs/{id}/summaries      RunSummary         201 Stored, 404 if the run is unknown or forgotten, 409
-    POST   /runs/{id}/end            RunEnd             201 Stored, 404, 409
-    GET    /runs                     filters below      200 RunPage, the newest first
-    GET    /runs/{id}                -                  200 RunOut: with its summaries, 404
-    DELETE /runs/{id}                -                  204, for an admin; 404
-    GET    /cards                    -                  200 CardPage: the last reading of each card
-    POST   /predictions              PredictionIn       201 Stored
-    GET    /predictions              filters below      200 PredictionPage
-    DELETE /predictions/{id}         -                  204, for an admin; 404
-    GET    /predictions/errors       -                  200 ErrorPage: predicted beside measured, by model and card
-    POST   /gate                     GateQuestion       200 GateAnswer
-    GET    /events                   -                  200 text/event-stream: ``event: runs`` with a number that grows
-    POST   /alerts/test              -                  200 AlertTested, for an admin
+"""Defines what a client sends to the service under ``/api/v1``. The page "API" of a server lists all requests.
 
 Every request has ``Authorization: Bearer abt_...``. A reader may GET, recall and ask the gate; a writer may also POST;
 an admin may do all. Lists take ``?limit=`` (1 to 500) and ``?after=``, the ``next`` of the page before.
-Plans have the filters ``model`` (part of a name), ``device`` (part of a name) and ``host``; runs have ``model``,
-``host``, ``plan_id`` and ``state`` (``live`` or ``ended``); predictions have ``model``.
 
-A run belongs to the token that began it, by the token's name. 409: another token began the run, or the summary's number
-is far higher than the run's age in seconds.
-
-Each record has an id (a summary has the run and its number). The service stores it once: a second time it answers 201
-with ``new`` false, and the first one stays. So a client hands in again whatever it has no answer for.
+Each record has an id (a summary has the run and its number). The service stores it once: a second time, or after an
+admin has forgotten it, it answers 201 with ``new`` false. So a client hands in again whatever it has no answer for.
+A run belongs to the token that began it, by the token's name.
 
 An error is a JSON object (RFC 9457, ``application/problem+json``) with ``title``, ``status`` and ``detail``, one line.
-409 and 422: this record will never be taken, so drop it. 401 and 403: the token is wrong. All else says nothing about
-the record: hand it in again later, after ``Retry-After`` seconds if the answer has that.
+409 and 422: this record will never be taken, so drop it. 409 has two causes: another token began the run, or the
+summary's number is far higher than the run's age in seconds. 401 and 403: the token is wrong. All else says nothing
+about the record: hand it in again later, after ``Retry-After`` seconds if the answer has that.
 """
 
 from __future__ import annotations
@@ -53,6 +27,7 @@ from autobatch.planning.plan_record import PlanRecord
 MOST_POINTS = 500  # of a prediction
 MOST_SETBACKS = 100  # of a summary
 MOST_CARDS = 64  # of one process, or of all ranks of a host
+MOST_RANKS = 1024  # of a run: of more, the first ones
 LARGEST_BODY = 4 * 2**20  # bytes of a request
 
 _ONE_LINE = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]*"
@@ -79,11 +54,8 @@ class PlanIn(Record):
     """A plan that ``fit`` made or a runner uses. Rank 0 hands in the plan for all ranks.
 
     Attributes:
-        id: Id of the plan, as the ledger has it.
-        host: Name of the computer.
         step: Digest of model, step, batch and optimizer, the same on every card; empty if unknown. It joins the plan
             with predictions.
-        plan: The plan.
     """
 
     id: Id
@@ -100,12 +72,7 @@ class Stored(Record):
 
 
 class RecallQuestion(Record):
-    """Asks for plans of this very step on an equal card.
-
-    Attributes:
-        fingerprint: ``Plan.fingerprint``: model, step, batch, optimizer, precision, versions and card.
-        rank: Rank whose plans are asked for.
-    """
+    """Asks for plans of this very step on an equal card."""
 
     fingerprint: Digest
     rank: Whole = 0
@@ -122,9 +89,6 @@ class CardReading(Record):
 
     Attributes:
         uuid: The driver's identifier; empty if there is none.
-        name: Name of the device, ``"NVIDIA L4"``.
-        kind: The torch device type.
-        total_bytes: All memory of the device.
         free_bytes: Bytes that nobody holds.
         own_bytes: Bytes that the run's process holds.
     """
@@ -137,24 +101,23 @@ class CardReading(Record):
     own_bytes: Whole = 0
 
 
+class RankCard(Record):
+    """The computer and the device of one of several ranks."""
+
+    host: Name = ""
+    device: Name = ""
+
+
 class RunIn(Record):
     """A run that has begun; rank 0 hands it in for all ranks.
 
     Attributes:
-        id: Id of the run, as the ledger has it.
-        plan_id: Id of its plan.
-        host: Name of the computer.
         user: Name of the user; empty if it is not shared.
-        pid: Number of the process.
-        started_at: Seconds since 1970, UTC.
-        model: Class of the model.
         step: Digest as in ``PlanIn``.
-        target_batch: Samples of an optimizer step.
-        world_size: Number of ranks.
         micro_batch_size: Most samples in a micro-batch at the start.
         limit_bytes: Budget less headroom; 0 if unknown.
-        cards: The devices of the run.
-        version: Version of autobatch.
+        cards: The devices of the process that hands it in.
+        ranks: The devices of all ranks, by their number; empty with one rank.
     """
 
     id: Id
@@ -170,6 +133,7 @@ class RunIn(Record):
     micro_batch_size: Samples
     limit_bytes: Whole = 0
     cards: Annotated[tuple[CardReading, ...], Field(max_length=MOST_CARDS)] = ()
+    ranks: Annotated[tuple[RankCard, ...], Field(max_length=MOST_RANKS)] = ()
     version: Name = ""
 
 
@@ -188,15 +152,10 @@ class RunSummary(Record):
 
     Attributes:
         number: Number of this summary, from 0.
-        at: Seconds since 1970, UTC.
-        steps: Number of committed steps, in total.
-        samples: Number of samples, in total.
-        seconds: Duration of the steps, in total.
-        retries: Number of retries, in total.
-        size_changes: Number of size changes between two steps, in total.
         micro_batch_size: Most samples in a micro-batch now.
         peak_bytes: Most bytes in tensors at once since the summary before.
         held_bytes: Most bytes that the allocator held at once since then; 0 if unknown.
+        rank_peaks: Most bytes that each rank held at once since then, by its number; empty with one rank.
         setbacks: Setbacks since then; the oldest may be left out.
         cards: Readings of the run's devices now; empty if there are none.
     """
@@ -211,6 +170,7 @@ class RunSummary(Record):
     micro_batch_size: Samples
     peak_bytes: Whole = 0
     held_bytes: Whole = 0
+    rank_peaks: Annotated[tuple[Whole, ...], Field(max_length=MOST_RANKS)] = ()
     setbacks: Annotated[tuple[RunSetback, ...], Field(max_length=MOST_SETBACKS)] = ()
     cards: Annotated[tuple[CardReading, ...], Field(max_length=MOST_CARDS)] = ()
 
@@ -219,8 +179,6 @@ class RunEnd(Record):
     """The end of a run.
 
     Attributes:
-        at: Seconds since 1970, UTC.
-        outcome: How it ended.
         reason: First line of the error, without paths.
     """
 
@@ -246,7 +204,6 @@ class Remedy(Record):
     """Another way to do the step.
 
     Attributes:
-        name: Name of the change, such as ``"activation checkpointing"``.
         effect: Cost besides memory.
         saved_bytes: Bytes that it saves; negative if it takes more.
         micro_batch_size: Most samples in a micro-batch with it; 0 if none fit.
@@ -263,21 +220,13 @@ class PredictionIn(Record):
 
     Attributes:
         id: Id of the prediction: random, or a digest of its content.
-        made_at: Seconds since 1970, UTC.
-        host: Name of the computer.
-        model: Class of the model.
         step: Digest as in ``PlanIn``, which joins it with what runs then measured; empty if unknown.
-        card: Name of the card, ``"H100-80GB"``.
         card_names: Other names of the card, such as the driver's.
-        total_bytes: All memory of the card.
         context_bytes: Bytes of a process outside the allocator.
-        target_batch: Samples of an optimizer step.
-        world_size: Number of ranks.
         margin: Share of the peak that the prediction left free.
         micro_batch_size: Most samples that fit with that margin; 0 if none do.
         points: Predicted bytes at some sizes, in order of size.
         remedies: Other ways to do the step.
-        version: Version of autobatch.
     """
 
     id: Id
@@ -309,7 +258,6 @@ class GateQuestion(Record):
     """Asks whether a predicted step fits.
 
     Attributes:
-        prediction: The prediction; it is not stored.
         limit_bytes: Bytes that the process may take; default, and at most: all of the card's.
     """
 
@@ -321,8 +269,6 @@ class ErrorFigures(Record):
     """Predicted beside measured peaks: how far the predictions of some kind were off.
 
     Attributes:
-        model: Class of the model; empty for all.
-        card: Name of the card; empty for all.
         compared: Number of comparisons: one for each prediction and plan or run, at the size that took the most
             beyond the prediction.
         under: Number of those in which more was measured than predicted.
@@ -346,13 +292,8 @@ class GateAnswer(Record):
     Attributes:
         fits: Whether at least the smallest predicted size fits.
         micro_batch_size: Most samples in a micro-batch that fit with the margin; 0 if none do.
-        accumulation_steps: Micro-batches of that size on each rank; 0 if none fit.
         peak_bytes: Predicted peak of the process at that size, or at the smallest size if none fit; without margin.
-        limit_bytes: The limit that was applied.
         margin: Share of the peak that is left free.
-        margin_reason: Source of the margin.
-        errors: The errors behind the margin.
-        advice: Ways to make it fit, a sentence each; empty if it fits.
     """
 
     fits: Flag

@@ -1,17 +1,21 @@
-"""Inserts rows once, searches names, and reads pages: what all that is stored has in common."""
+"""Stores records once, forgets them for good, searches names, and reads pages: what all tables have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, Table, delete, func, select, tuple_
-from sqlalchemy.sql import ColumnElement, Select
+from sqlalchemy import Connection, Table, delete, literal, select, tuple_
+from sqlalchemy.sql import ColumnElement
 
+from autobatch.service.answers import PageQuery
 from autobatch.service.database import Database
+from autobatch.service.records import Record
 from autobatch.service.tables import (
     AlertRow,
     Base,
+    ForgottenRow,
     NameRow,
     PeakRow,
     PlanRow,
@@ -22,16 +26,26 @@ from autobatch.service.tables import (
 )
 
 _LONGEST_NAME = 200
-_MOST_NAMES = 1000  # with a part in them
-_TABLES: tuple[type[Base], ...] = (NameRow, PlanRow, RunRow, SummaryRow, PredictionRow, PeakRow, AlertRow)
+_MOST_FOUND = 1000  # names or ids with a part in them
+_PARTS: dict[type[Base], tuple[Any, ...]] = {
+    PlanRow: (PeakRow.source_id,),
+    RunRow: (SummaryRow.run_id, ReadingRow.run_id, AlertRow.run_id, PeakRow.source_id),
+    PredictionRow: (),
+}
+_SEARCHED = ("model", "device", "host")
+_Line = TypeVar("_Line", bound=Record)
 
 
 class NotFound(Exception):
     """The record is unknown, or was forgotten."""
 
+    status = 404
+
 
 class Conflict(Exception):
     """The record contradicts what is stored."""
+
+    status = 409
 
 
 class Rows:
@@ -41,7 +55,8 @@ class Rows:
         self.database = database
         # Built once: to build a statement takes several times as long as to run it.
         self._inserts = {
-            table: database.insert(cast("Table", table.__table__)).on_conflict_do_nothing() for table in _TABLES
+            mapper.class_: database.insert(cast("Table", mapper.local_table)).on_conflict_do_nothing()
+            for mapper in Base.registry.mappers
         }
         self._names: set[tuple[str, str]] = set()  # known to be in the table
 
@@ -49,41 +64,97 @@ class Rows:
         """Insert a row unless there is one with its key; return whether it is new."""
         return bool(connection.execute(self._inserts[table], row).rowcount)
 
-    def write_named(self, names: Mapping[str, str], write: Any) -> bool:
-        """Write, and first note the names that are new, in one order, so that writers do not wait for each other."""
-        unknown = sorted({pair for pair in names.items() if pair[1]} - self._names)
+    def add(
+        self, table: type[Base], row: Mapping[str, Any], then: Callable[[Connection], object] | None = None
+    ) -> bool:
+        """Store a record unless it is there or was forgotten; ``then`` writes what belongs to a new one."""
+        columns = _columns(table)
+        # New names go first and in one order, so that writers do not wait for each other.
+        unknown = sorted({(kind, row[kind]) for kind in _SEARCHED if row.get(kind)} - self._names)
+        is_forgotten = select(ForgottenRow.id).where(
+            ForgottenRow.kind == table.__tablename__, ForgottenRow.id == row["id"]
+        )
 
-        def action(connection: Connection) -> bool:
+        def write(connection: Connection) -> bool:
             for kind, name in unknown:
-                self.insert(connection, NameRow, {"kind": kind, "name": name})
-            return bool(write(connection))
+                self.insert(connection, NameRow, {"kind": kind, "name": name, "folded": name.casefold()})
+            if not self.insert(connection, table, row):
+                return False
+            # After the insert, which waits for a transaction that forgets this record now.
+            if connection.execute(is_forgotten).first():
+                connection.execute(delete(table).where(columns["id"] == row["id"]))
+                return False
+            if then is not None:
+                then(connection)
+            return True
 
-        is_new = self.database.write(action)
+        is_new = self.database.write(write)
         if len(self._names) < 10_000:  # a hostile writer must not fill the memory
             self._names.update(unknown)
         return is_new
 
-    def has_part(self, table: type[Base], kind: str, part: str) -> ColumnElement[bool]:
-        """Search the short table of names: a search in the long one would read all of it.
+    def forget_rows(self, connection: Connection, table: type[Base], wanted: ColumnElement[bool]) -> int:
+        """Delete records, and keep their ids so that no client brings them back; return how many."""
+        ids = select(literal(table.__tablename__), _columns(table)["id"], literal(time.time())).where(wanted)
+        connection.execute(self._inserts[ForgottenRow].from_select(["kind", "id", "at"], ids))
+        return delete_rows(connection, table, wanted)
 
-        The names found stand in the query itself. So PostgreSQL's planner knows how many rows have them.
+    def find_parts(self, table: type[Base], moment: str, parts: Mapping[str, str]) -> list[ColumnElement[bool]]:
+        """Return conditions: each of these columns has this part in it, in any case.
+
+        Names are searched in their short table, ids in an index. What is found stands in the query itself, so that
+        PostgreSQL's planner knows how many rows have it.
         """
-        is_like = func.lower(NameRow.name).contains(part.lower(), autoescape=True)
-        names = select(NameRow.name).where(NameRow.kind == kind, is_like).limit(_MOST_NAMES)
+        columns, conditions = _columns(table), []
         with self.database.read() as connection:
-            found = connection.execute(names).scalars().all()
-        column: ColumnElement[str] = table.__table__.c[kind]
-        return column.in_(found)
+            for name, part in parts.items():
+                if name == "id":
+                    query = select(columns["id"]).where(columns["id"].icontains(part, autoescape=True))
+                    query = query.order_by(columns[moment].desc())
+                else:
+                    is_like = NameRow.folded.contains(part.casefold(), autoescape=True)
+                    query = select(NameRow.name).where(NameRow.kind == name, is_like)
+                found = connection.execute(query.limit(_MOST_FOUND)).scalars().all()
+                conditions.append(columns[name].in_(found))
+        return conditions
 
-    def page(
-        self, query: Select[Any], moment: Any, key: Any, after: tuple[float, str] | None, limit: int
-    ) -> list[dict[str, Any]]:
-        """Return a page, the newest first, from behind a place; a row value uses the index, an OR would not."""
-        if after is not None:
-            query = query.where(tuple_(moment, key) < after)
-        query = query.order_by(moment.desc(), key.desc()).limit(limit)
+    def read_page(
+        self,
+        table: type[Base],
+        moment: str,
+        line: type[_Line],
+        wanted: Sequence[ColumnElement[bool]],
+        page: PageQuery,
+    ) -> tuple[list[_Line], str | None]:
+        """Return a page, the newest first, from behind a place, and the place of the next one."""
+        columns = _columns(table)
+        place = tuple_(columns[moment], columns["id"])  # a row value uses the index, an OR would not
+        query = select(*columns_of(table, line)).where(*wanted, *([] if page.place is None else [place < page.place]))
+        query = query.order_by(columns[moment].desc(), columns["id"].desc()).limit(page.limit)
         with self.database.read() as connection:
-            return [dict(row) for row in connection.execute(query).mappings()]
+            rows = connection.execute(query).mappings().all()
+        following = f"{rows[-1][moment]!r}_{rows[-1]['id']}" if len(rows) == page.limit else None
+        return [line.model_validate(dict(row)) for row in rows], following
+
+
+def delete_rows(
+    connection: Connection, table: type[Base], wanted: ColumnElement[bool], *, keep_peaks: bool = False
+) -> int:
+    """Delete records with all that belongs to them, and return how many."""
+    ids = select(_columns(table)["id"]).where(wanted)
+    for column in _PARTS[table]:
+        if column.class_ is not PeakRow or not keep_peaks:
+            connection.execute(delete(column.class_).where(column.in_(ids)))
+    return connection.execute(delete(table).where(wanted)).rowcount
+
+
+def columns_of(table: type[Base], line: type[Record]) -> list[ColumnElement[Any]]:
+    """Return what a line of a list shows: the columns, and what tables name as such."""
+    return [getattr(table, name).label(name) for name in line.model_fields]
+
+
+def _columns(table: type[Base]) -> Any:
+    return table.__table__.c
 
 
 def make_upsert(database: Database, table: type[Base], key: list[str], higher: Any = None) -> Any:
@@ -94,22 +165,5 @@ def make_upsert(database: Database, table: type[Base], key: list[str], higher: A
     return statement.on_conflict_do_update(index_elements=key, set_=values, where=where)
 
 
-def delete_runs(connection: Connection, wanted: ColumnElement[bool]) -> int:
-    """Delete runs with all that belongs to them, and return how many."""
-    ids = select(RunRow.id).where(wanted)
-    for table, column in (
-        (SummaryRow, SummaryRow.run_id),
-        (ReadingRow, ReadingRow.run_id),
-        (AlertRow, AlertRow.run_id),
-        (PeakRow, PeakRow.source_id),
-    ):
-        connection.execute(delete(table).where(column.in_(ids)))
-    return connection.execute(delete(RunRow).where(wanted)).rowcount
-
-
 def cut(text: str) -> str:
     return text[:_LONGEST_NAME]
-
-
-def cursor(moment: float, key: str) -> str:
-    return f"{moment!r}_{key}"

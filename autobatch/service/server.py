@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse, Response
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from autobatch._formatting import is_one_line
 from autobatch._version import __version__
 from autobatch.errors import AutobatchError
-from autobatch.service.alerts import NEAR, WATCHED_S
-from autobatch.service.api import Reader, This, router
+from autobatch.service.api import This, metrics_router, router
 from autobatch.service.database import Busy, Database, describe_fault
 from autobatch.service.pages import LoginNeeded, show_error
 from autobatch.service.pages import router as page_router
@@ -31,7 +29,7 @@ from autobatch.service.shield import Shield, problem
 from autobatch.service.state import Service, Settings
 
 _LONGEST_DETAIL = 300
-_END_WITHIN_S = 5
+_END_WITHIN_S = 1
 _HEADERS_WITHIN_S = 10.0
 _MOST_CONNECTIONS = 5000
 
@@ -54,19 +52,10 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(router)
     app.include_router(page_router)
     app.get("/healthz", include_in_schema=False)(_check_health)
-    app.get("/metrics", include_in_schema=False)(_show_metrics)
-    handlers: dict[Any, Callable[..., Any]] = {
-        StarletteHTTPException: _refuse,
-        RequestValidationError: _refuse_record,
-        LoginNeeded: _ask_for_login,
-        NotFound: _not_found,
-        Conflict: _conflict,
-        Busy: _not_available,
-        SQLAlchemyError: _not_available,
-        Exception: _fail,
-    }
-    for error, handler in handlers.items():
-        app.add_exception_handler(error, handler)
+    app.include_router(metrics_router)
+    known = (HTTPException, RequestValidationError, LoginNeeded, NotFound, Conflict, Busy, SQLAlchemyError)
+    for error in (*known, Exception):
+        app.add_exception_handler(error, _answer_error)
     app.add_middleware(Shield, hosts=service.settings.allowed_hosts, limit=service.limit, metrics=service.metrics)
     return app
 
@@ -75,10 +64,6 @@ def _check_health(service: This) -> dict[str, str]:
     with service.database.read() as connection:
         connection.exec_driver_sql("SELECT 1")
     return {"status": "ok"}
-
-
-def _show_metrics(service: This, _: Reader) -> Response:
-    return Response(service.metrics.render(service.store, time.time() - WATCHED_S, NEAR), media_type="text/plain")
 
 
 def _answer(request: Request, status: int, detail: str, headers: dict[str, str] | None = None) -> Response:
@@ -90,40 +75,28 @@ def _answer(request: Request, status: int, detail: str, headers: dict[str, str] 
     return page
 
 
-async def _ask_for_login(_: Request, __: LoginNeeded) -> Response:
-    return RedirectResponse("/login", 303)
-
-
-async def _refuse(request: Request, error: HTTPException) -> Response:
-    return _answer(request, error.status_code, str(error.detail), dict(error.headers or {}))
-
-
-async def _refuse_record(request: Request, error: RequestValidationError) -> Response:
-    first = error.errors()[0]
-    detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return _answer(request, 422, (detail if is_one_line(detail) else ascii(detail))[:_LONGEST_DETAIL])
-
-
-async def _not_found(request: Request, error: NotFound) -> Response:
-    return _answer(request, 404, str(error))
-
-
-async def _conflict(request: Request, error: Conflict) -> Response:
-    return _answer(request, 409, str(error))
-
-
-async def _not_available(request: Request, error: Exception) -> Response:
-    if isinstance(error, (DataError, IntegrityError, ProgrammingError)):  # a bound is missing: not the database's fault
-        return await _fail(request, error)
-    if isinstance(error, Busy):
-        return _answer(request, 503, "too many records wait to be written", {"Retry-After": "2"})
-    logger.error("the database cannot be used: %s", describe_fault(error))
-    return _answer(request, 503, f"the database cannot be used: {describe_fault(error)}", {"Retry-After": "5"})
-
-
-async def _fail(request: Request, error: Exception) -> Response:
-    logger.error("a request failed", exc_info=error)
-    return _answer(request, 500, "the server has a fault; its log has more")
+async def _answer_error(request: Request, error: Exception) -> Response:
+    headers: dict[str, str] = {}
+    match error:
+        case LoginNeeded():
+            return RedirectResponse("/login", 303)
+        case HTTPException():
+            status, detail, headers = error.status_code, error.detail, dict(error.headers or {})
+        case RequestValidationError():
+            first = error.errors()[0]
+            text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            status, detail = 422, (text if is_one_line(text) else ascii(text))[:_LONGEST_DETAIL]
+        case NotFound() | Conflict():
+            status, detail = error.status, str(error)
+        case Busy():
+            status, detail, headers = 503, "too many records wait to be written", {"Retry-After": "2"}
+        case SQLAlchemyError() if not isinstance(error, (DataError, IntegrityError, ProgrammingError)):
+            status, detail, headers = 503, f"the database cannot be used: {describe_fault(error)}", {"Retry-After": "5"}
+            logger.error("%s", detail)
+        case _:  # also a value that a bound should have kept from the database
+            status, detail = 500, "the server has a fault; its log has more"
+            logger.error("a request failed", exc_info=error)
+    return _answer(request, status, detail, headers)
 
 
 class _Protocol(H11Protocol):
@@ -143,9 +116,14 @@ class _Protocol(H11Protocol):
             self._last = self.cycle if is_waiting else self
             self.loop.call_later(_HEADERS_WITHIN_S, self._look)
 
+    def shutdown(self) -> None:
+        if self.cycle is not None and self.cycle.more_body:  # uvicorn would wait for the rest of the body
+            self.transport.close()
+        super().shutdown()
+
 
 class _Server(uvicorn.Server):
-    """Ends open streams before uvicorn waits for their connections."""
+    """Ends open streams, and messages to the webhook, before uvicorn waits for them."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -153,6 +131,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.closing.set()
+        self._service.alerts.ending.set()
         await super().shutdown(sockets)
 
 
@@ -194,9 +173,12 @@ def serve(database_url: str, settings: Settings, announce: Callable[[Service, st
         database = Database.open(database_url)
         service = Service(settings, database)
         host = f"[{settings.host}]" if family == socket.AF_INET6 else settings.host
+        server = make_server(service)
+        gc.freeze()  # else Python walks through all modules now and then, for 0.1 s in which nobody is answered
         announce(service, f"http://{host}:{listener.getsockname()[1]}")
-        make_server(service).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         listener.close()
         if database is not None:
             database.close()
+        gc.freeze()  # else the interpreter walks through all modules at its end: 0.2 s

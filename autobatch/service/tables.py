@@ -5,8 +5,13 @@ Each number of 64 bits and each length is written out, so that SQLite and Postgr
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Double, Index, MetaData, String, Text
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+import time
+
+from sqlalchemy import BigInteger, Double, Index, MetaData, String, Text, bindparam, case
+from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column
+
+SILENT_S = 300.0  # ten summaries did not come
+LATELY = bindparam("lately", type_=Double, callable_=lambda: time.time() - SILENT_S)
 
 
 class Base(DeclarativeBase):
@@ -20,15 +25,15 @@ def _id(*, key: bool = False) -> Mapped[str]:
 
 
 def _name(*, key: bool = False) -> Mapped[str]:
-    return mapped_column(String(200), primary_key=key)
+    return mapped_column(String(200), primary_key=key, default="")
 
 
 def _number(*, key: bool = False) -> Mapped[int]:
-    return mapped_column(BigInteger, primary_key=key, autoincrement=False)
+    return mapped_column(BigInteger, primary_key=key, autoincrement=False, default=0)
 
 
 def _moment() -> Mapped[float]:
-    return mapped_column(Double)
+    return mapped_column(Double, default=0.0)
 
 
 class TokenRow(Base):
@@ -49,6 +54,16 @@ class NameRow(Base):
     __tablename__ = "names"
     kind: Mapped[str] = _name(key=True)
     name: Mapped[str] = _name(key=True)
+    folded: Mapped[str] = mapped_column(String(600))  # in lower case; a letter may become three
+
+
+class ForgottenRow(Base):
+    """A plan, run or prediction that an admin has forgotten: a client must not bring it back."""
+
+    __tablename__ = "forgotten"
+    kind: Mapped[str] = _name(key=True)  # its table
+    id: Mapped[str] = _id(key=True)
+    at: Mapped[float] = _moment()
 
 
 class PlanRow(Base):
@@ -93,7 +108,6 @@ class RunRow(Base):
     card_key: Mapped[str] = _name()
     host: Mapped[str] = _name()
     user: Mapped[str] = _name()
-    version: Mapped[str] = _name()
     step: Mapped[str] = _id()
     owner: Mapped[str] = _name()  # name of the token that began it
     added_at: Mapped[float] = _moment()  # by the server's clock
@@ -115,10 +129,14 @@ class RunRow(Base):
     peak_bytes: Mapped[int] = _number()  # the most of all summaries
     outcome: Mapped[str] = _name()
     ended_at: Mapped[float] = _moment()  # 0: it has not ended
-    reason: Mapped[str] = mapped_column(String(500))
+    reason: Mapped[str] = mapped_column(String(500), default="")
+    state: Mapped[str] = column_property(  # no column: it follows from the time
+        case((outcome != "running", outcome), (seen_at > LATELY, "live"), else_="silent")
+    )
     __table_args__ = (
         Index("runs_by_age", "started_at", "id"),
         Index("runs_by_model", "model", "started_at", "id"),
+        Index("runs_by_device", "device", "started_at", "id"),
         Index("runs_by_host", "host", "started_at", "id"),
         Index("runs_by_outcome", "outcome", "started_at", "id"),
         Index("runs_by_plan", "plan_id", "started_at", "id"),
@@ -187,7 +205,6 @@ class PeakRow(Base):
     step: Mapped[str] = _id()
     card_key: Mapped[str] = _name()
     world_size: Mapped[int] = _number()
-    total_bytes: Mapped[int] = _number()
     bytes: Mapped[int] = _number()
     ran_out: Mapped[int] = _number()  # 1: more than these bytes was needed
     __table_args__ = (Index("peaks_by_step", "step", "card_key", "size"),)
@@ -200,6 +217,7 @@ class AlertRow(Base):
     run_id: Mapped[str] = _id(key=True)
     kind: Mapped[str] = _name(key=True)
     made_at: Mapped[float] = _moment()
+    claimed_at: Mapped[float] = _moment()  # when a server began to send it; 0: none does
     sent_at: Mapped[float] = _moment()  # 0: not yet
     text: Mapped[str] = mapped_column(String(1000))
     __table_args__ = (Index("alerts_by_age", "made_at"),)

@@ -57,6 +57,20 @@ def make_prediction(name="p1", **changes):
     return fields | {"micro_batch_size": 43, "points": points, **changes}
 
 
+def post(client, path, record, status=201):
+    """Hand in a record, and return the answer."""
+    answer = client.post(f"/api/v1{path}", json=record)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def get(client, path, status=200, **query):
+    """Ask for something."""
+    answer = client.get(f"/api/v1{path}", params=query)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
 def find_postgres():
     """Return the folder of PostgreSQL's programs: of PGBIN, of Debian, of a wheel; ``None`` if there is none."""
     places = [os.environ.get("PGBIN", ""), *sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin")), reverse=True)]

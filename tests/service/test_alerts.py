@@ -11,7 +11,9 @@ import pytest
 from services import GIB, make_run_in, make_summary
 
 from autobatch.service.alerts import Alerts
+from autobatch.service.database import Database
 from autobatch.service.records import RunEnd, RunIn, RunSummary
+from autobatch.service.store import Store
 
 
 class Webhook(BaseHTTPRequestHandler):
@@ -47,6 +49,14 @@ def webhook():
 def alerts(service, webhook):
     """What checks the runs."""
     return Alerts(service.store, f"http://127.0.0.1:{webhook.server_address[1]}")
+
+
+@pytest.fixture
+def database_pair(database):
+    """The database as two servers have opened it."""
+    other = Database.open(database._engine.url.render_as_string(hide_password=False), migrate=False)
+    yield database, other
+    other.close()
 
 
 @pytest.fixture
@@ -171,3 +181,33 @@ def test_the_test_button(service, alerts, webhook):
     assert alerts.test() == "the webhook answered 500"
     assert "cannot be reached" in Alerts(service.store, "http://127.0.0.1:1").test()
     assert "has no webhook" in Alerts(service.store, None).test()
+
+
+def test_two_servers_send_an_alert_once(service, database_pair, webhook):
+    """Whoever claims it in the database sends it."""
+    url = f"http://127.0.0.1:{webhook.server_address[1]}"
+    for index in range(8):
+        begin(service, f"r{index}")
+        summarise(service, 0, f"r{index}", held_bytes=20 * GIB)
+    servers = [Alerts(Store(database), url) for database in database_pair]
+    threads = [threading.Thread(target=one.check) for one in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(message["run"] for message in webhook.messages) == [f"r{index}" for index in range(8)]
+
+
+def test_another_server_sends_what_a_dead_one_has_claimed(service, alerts, webhook, hour):
+    """A minute later."""
+    begin(service)
+    summarise(service, 0, held_bytes=20 * GIB)
+    service.store.add_alert("r1", "near limit", "the text")
+    [alert] = service.store.alerts()
+    assert service.store.claim_alert(alert)
+    alerts.check()
+    assert webhook.messages == []
+    hour[0] += 61
+    alerts.check()
+    alerts.check()
+    assert [message["text"] for message in webhook.messages] == ["the text"]

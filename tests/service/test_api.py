@@ -5,23 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from services import FINGERPRINT, GIB, make_card, make_plan_in, make_prediction, make_run_in, make_summary
+from services import FINGERPRINT, GIB, get, make_card, make_plan_in, make_prediction, make_run_in, make_summary, post
 
 from autobatch.plan import Plan
-
-
-def post(client, path, record, status=201):
-    """Hand in a record, and return the answer."""
-    answer = client.post(f"/api/v1{path}", json=record)
-    assert answer.status_code == status, answer.text
-    return answer.json()
-
-
-def get(client, path, status=200, **query):
-    """Ask for something."""
-    answer = client.get(f"/api/v1{path}", params=query)
-    assert answer.status_code == status, answer.text
-    return answer.json()
 
 
 def test_a_plan_comes_back_as_it_was_and_once(client):
@@ -160,7 +146,7 @@ def test_a_wrong_clock_makes_no_live_run_silent(client):
     for name, cards in (("r1", [make_card()]), ("late", [])):
         post(client, "/runs", make_run_in(name, started_at=time.time() - 8000, cards=cards))
         post(client, f"/runs/{name}/summaries", make_summary(at=time.time() - 7900, cards=cards))
-    states = {one["id"]: one["state"] for one in get(client, "/runs", state="live")["runs"]}
+    states = {one["id"]: one["state"] for one in get(client, "/runs")["runs"]}
     assert states == {"r1": "live", "late": "silent"}
 
 

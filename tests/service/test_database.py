@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from services import make_plan_in, make_run_in, make_summary, new_database
 from sqlalchemy import func, insert, select, text
 
 from autobatch.errors import AutobatchError, InvalidArgument
+from autobatch.service import database as database_module
 from autobatch.service.database import Busy, Database
 from autobatch.service.server import make_app
 from autobatch.service.state import Service, Settings
@@ -29,7 +31,7 @@ def make_client(database):
 
 def add_name(name):
     """Return an action that writes one row."""
-    return lambda connection: connection.execute(insert(NameRow).values(kind="k", name=name)).rowcount
+    return lambda connection: connection.execute(insert(NameRow).values(kind="k", name=name, folded=name)).rowcount
 
 
 def count(database):
@@ -38,13 +40,21 @@ def count(database):
         return connection.execute(select(func.count()).select_from(NameRow)).scalar()
 
 
-def test_migrations_make_the_tables(database_url):
-    """What Alembic makes is what the module of tables says; a second start changes nothing."""
+def test_tables_are_made_and_migrated(database_url, tmp_path, monkeypatch):
+    """A new database has the tables of the module; an older one gets what is new, a second start nothing."""
     Database.open(database_url).close()
-    database = Database.open(database_url)
-    with database.read() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
-    database.close()
+    folder = tmp_path / "migrations"
+    shutil.copytree(database_module._MIGRATIONS, folder)
+    change = "op.add_column('names', sa.Column('added', sa.String(9), nullable=True))"
+    text = "import sqlalchemy as sa\nfrom alembic import op\nrevision, down_revision = '0002', '0001'\n"
+    (folder / "versions" / "0002_next.py").write_text(f"{text}def upgrade():\n    {change}\n")
+    for migrations, columns in ((database_module._MIGRATIONS, []), (folder, ["added"]), (folder, ["added"])):
+        monkeypatch.setattr(database_module, "_MIGRATIONS", migrations)
+        database = Database.open(database_url)
+        with database.read() as connection:
+            found = compare_metadata(MigrationContext.configure(connection), Base.metadata)
+        assert [(kind, column.name) for kind, _, _, column in found] == [("remove_column", name) for name in columns]
+        database.close()
 
 
 def test_several_servers_may_start_at_once(database_url):

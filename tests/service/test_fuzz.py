@@ -74,7 +74,7 @@ def _fuzz(operation, address, headers, sent, session):
         _send(case)
 
     def _send(case):
-        answer = case.call(base_url=address, headers=headers, session=session)
+        answer = case.call(base_url=address, headers=headers, session=session, timeout=300)
         sent[0] += 1
         sent[1] += answer.status_code < 300
         assert answer.status_code < 500, (case.method, case.path, answer.status_code, answer.text)

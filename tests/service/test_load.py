@@ -20,6 +20,7 @@ from sampling import IN_PROOF
 from services import FINGERPRINT, make_plan_in, make_run_in, make_summary
 from sqlalchemy import insert
 
+from autobatch.service.answers import PlanQuery
 from autobatch.service.records import PlanIn
 from autobatch.service.store import Store
 from autobatch.service.tables import NameRow, PlanRow
@@ -114,20 +115,22 @@ def test_a_long_list_is_read_by_its_index(database):
         }
         for index in range(PLANS)
     ]
-    names = [{"kind": "model", "name": f"Net{index}"} for index in range(500)]
+    names = [{"kind": "model", "name": f"Net{index}", "folded": f"net{index}"} for index in range(500)]
     for part in (rows[index : index + 5000] for index in range(0, PLANS, 5000)):
         database.write(lambda connection, part=part: connection.execute(insert(PlanRow), part))
     database.write(lambda connection: connection.execute(insert(NameRow), names))
     if not database.is_sqlite:
         database.write(lambda connection: connection.exec_driver_sql("ANALYZE"))
-    middle = (1.7e9 + PLANS // 6, "a")
+    middle = f"{1.7e9 + PLANS // 6}_a"
     asked = {
         "first page": store.list_plans,
-        "a page in the middle": lambda: store.list_plans(middle),
-        "a part of a name": lambda: store.list_plans(model="NET77"),
-        "a part of all names": lambda: store.list_plans(model="net"),
-        "a part of no name": lambda: store.list_plans(model="nowhere"),
-        "a part of no device": lambda: store.list_plans(device="nowhere"),
+        "a page in the middle": lambda: store.list_plans(PlanQuery(after=middle)),
+        "a part of a name": lambda: store.list_plans(PlanQuery(model="NET77")),
+        "a part of all names": lambda: store.list_plans(PlanQuery(model="net")),
+        "a part of no name": lambda: store.list_plans(PlanQuery(model="nowhere")),
+        "a part of no device": lambda: store.list_plans(PlanQuery(device="nowhere")),
+        "a part of an id": lambda: store.list_plans(PlanQuery(id="99")),
+        "a part of no id": lambda: store.list_plans(PlanQuery(id="nowhere")),
         "a recall": lambda: store.recall(FINGERPRINT, 0),
     }
     for name, ask in asked.items():
