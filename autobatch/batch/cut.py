@@ -19,17 +19,8 @@ import torch
 
 from autobatch._formatting import name_type, plural, show_value
 from autobatch._wrappers import own_table
-from autobatch.batch.registry import find_type
-from autobatch.batch.rules import Leaf
-from autobatch.batch.samples import Layout, Rows, Trim
-from autobatch.batch.tree import (
-    call_read_only,
-    field_names,
-    is_array,
-    is_sequence,
-    map_tensors,
-    with_items,
-)
+from autobatch.batch.samples import Layout, MicroBatch, Rows, Trim
+from autobatch.batch.tree import Leaf, call_read_only, field_names, is_array, with_items
 from autobatch.errors import InvalidArgument
 from autobatch.planning.division import as_index, balance, least_size
 from autobatch.planning.sizes_by_length import divide_by_length, scale_of
@@ -37,38 +28,6 @@ from autobatch.records import SizeAtLength
 
 CutFunction = Callable[[Any, int], Iterable[Any]]
 """``cut(batch, largest)``: groups of sample indices, each a list, an array or a tensor of whole numbers."""
-
-
-class MicroBatch(NamedTuple):
-    """Samples that run together."""
-
-    batch: Layout
-    rows: Rows
-    trim: Trim | None  # the part of padded dimensions that is left
-    size: int
-    scale: int  # the least size with which ``divide`` makes it: ``size``, but for samples by length
-    weights: Mapping[str, float]  # count of its samples in each term's mean; the name "" is every term
-    counts: bool = True  # whether any term is a mean over something in it
-
-    def samples(self) -> Any:
-        return self.batch.rebuild(self.batch.select(self.rows, self.trim))
-
-    def take(self, move: Callable[[torch.Tensor], torch.Tensor], home: torch.device) -> Any:
-        """Return its samples on the device ``home``, in new containers.
-
-        Each tensor is a leaf, so that the step may ask for its gradient and none reaches the user's batch.
-        """
-        moved = []
-        for leaf, part in zip(self.batch.leaves, self.batch.select(self.rows, self.trim), strict=True):
-            if isinstance(leaf.value, torch.Tensor):
-                own = part.detach()
-                own = own if own.device == home else move(own)
-                moved.append(own.requires_grad_(leaf.value.requires_grad))
-            elif leaf.kind == "shared":
-                moved.append(part)
-            else:
-                moved.append(map_tensors(part, lambda one: move(one.detach()).requires_grad_(one.requires_grad)))
-        return self.batch.rebuild(moved)
 
 
 class Lengths(NamedTuple):
@@ -168,7 +127,7 @@ class _Joined(Layout):
 def _join(leaf: Leaf, parts: Sequence[Any]) -> Any:
     if len(parts) == 1 or leaf.kind == "shared":
         return parts[0]
-    if is_sequence(leaf.value):
+    if leaf.kind == "samples":
         return with_items(leaf.value, [entry for part in parts for entry in part])
     if is_array(leaf.value):
         return sys.modules["numpy"].concatenate(parts)
@@ -197,7 +156,7 @@ def _holds_no_more(node: Any) -> bool:
 def _are_alike(mine: Leaf, its: Leaf) -> bool:
     one, other = mine.value, its.value
     is_like = (mine.path, mine.kind, type(one)) == (its.path, its.kind, type(other))
-    if not is_like or find_type(one) is not None or mine.kind == "unclear":
+    if not is_like or mine.kind in ("registered", "unclear"):
         return False
     if mine.kind == "samples":
         return _holds_no_more(one) and _holds_no_more(other)

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import torch
 
 from autobatch._formatting import name_type, show_value
-from autobatch.batch.cut import Group, Lengths, MicroBatch
-from autobatch.batch.registry import find_type
-from autobatch.batch.samples import Layout, Trim, describe
+from autobatch.batch.cut import Group, Lengths
+from autobatch.batch.samples import Layout, MicroBatch, Trim, describe
 from autobatch.batch.tree import call_read_only, is_array
 from autobatch.errors import InvalidArgument
 from autobatch.records import Padding, SizeAtLength
@@ -212,11 +211,7 @@ def read_answer(given: Any, count: int) -> list[int]:
 
 
 def _sized_parts(layout: Layout) -> dict[str, Any]:
-    return {
-        leaf.path: leaf.value
-        for leaf in layout.leaves
-        if leaf.kind == "rows" and (isinstance(leaf.value, torch.Tensor) or is_array(leaf.value))
-    }
+    return {leaf.path: leaf.value for leaf in layout.leaves if leaf.kind == "rows"}
 
 
 def padded_length(layout: Layout, padding: Padding, values: Sequence[int]) -> int:
@@ -272,7 +267,7 @@ def _find_dims(layout: Layout, parts: Mapping[str, Any], values: Sequence[int]) 
     for path, part in parts.items():
         sizes.update((int(size), path) for size in part.shape[1:] if size >= longest)
     if not sizes:
-        if "samples" in layout.lists.values() or not parts or any(find_type(leaf.value) for leaf in layout.leaves):
+        if "samples" in layout.lists.values() or not parts or any(leaf.kind == "registered" for leaf in layout.leaves):
             return {}
         shown = ", ".join(f"{path} {tuple(part.shape)}" for path, part in [*parts.items()][:4])
         raise InvalidArgument(

@@ -22,7 +22,7 @@ OnTensor = Callable[[torch.Tensor], torch.Tensor]
 
 ListReading = Literal["samples", "fields", "unclear"]
 
-_BUILT_IN = (object, torch.Tensor, torch.nn.Parameter, dict, UserDict, list, tuple, str, bytes, int, float, bool)
+BUILT_IN = (object, torch.Tensor, torch.nn.Parameter, dict, UserDict, list, tuple, str, bytes, int, float, bool)
 """Types of which every batch is made: a registration of one would change how all batches are read."""
 
 
@@ -136,7 +136,7 @@ def register(
         InvalidArgument: ``type`` is not a class, or every batch is made of it (``dict``, ``torch.Tensor``), or one of
             the others cannot be called.
     """
-    if not isinstance(type, _class) or type in _BUILT_IN:
+    if not isinstance(type, _class) or type in BUILT_IN:
         given = type.__name__ if isinstance(type, _class) else name_type(type)
         raise InvalidArgument(f"register() takes a class of your own, such as a batch of graphs, not {given}")
     for name, function in (("count", count), ("take", take), ("map", map)):

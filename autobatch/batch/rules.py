@@ -46,7 +46,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -54,10 +54,8 @@ from torch.nn.utils.rnn import PackedSequence
 from autobatch._formatting import name_type, show_value
 from autobatch._wrappers import own_table
 from autobatch.batch.registry import ListReading, Marked, find_type
-from autobatch.batch.tree import count_rows, fields_of, is_array, is_record, is_sequence, leaves_of
+from autobatch.batch.tree import ROOT, Leaf, count_rows, fields_of, is_array, is_record, is_sequence, leaves_of
 from autobatch.errors import InvalidArgument
-
-ROOT = "batch"
 
 _FEW = 4  # from so many alike tensors on a list is hardly ``x, y, weight``
 
@@ -67,18 +65,6 @@ _KNOWN = (type(None), *_NUMBERS, bytes, str, *_UNORDERED, slice, torch.Tensor, t
 
 # How far an unknown object is looked into: torch_geometric's ``Data`` has its tensors in a dict in a store in it.
 _DEPTH, _WIDTH = 3, 64
-
-
-class Leaf(NamedTuple):
-    """One part of a batch that is taken apart no further.
-
-    ``"rows"`` and ``"samples"`` have one entry a sample, ``"shared"`` is the same for all samples. ``"unclear"`` could
-    be either, and is refused where the batch is divided. ``"open"`` is not decided yet.
-    """
-
-    path: str  # such as batch["x"]
-    value: Any
-    kind: Literal["rows", "samples", "fields", "unclear", "open", "shared"]
 
 
 def decide_lists(leaves: Sequence[Leaf], batch: Any, samples: int | None) -> dict[str, ListReading]:
@@ -109,7 +95,7 @@ def decide_lists(leaves: Sequence[Leaf], batch: Any, samples: int | None) -> dic
 
 
 def count_samples(leaves: Sequence[Leaf], batch: Any) -> int:
-    """Count the samples of a batch in which every list is decided; raise InvalidArgument where that fails."""
+    """Count the samples, once every list is decided."""
     count = _agree(_sizes_of(leaves), batch)
     for path, value, kind in leaves:
         is_unknown = kind == "shared" and count > 1 and _is_opaque(value)
@@ -126,7 +112,7 @@ def _sizes_of(leaves: Sequence[Leaf]) -> dict[str, int]:
     """Return the number of entries of each part with one a sample, by path."""
     sizes = {}
     for path, value, kind in leaves:
-        is_plain = find_type(value) is None
+        is_plain = kind != "registered"
         if is_plain and isinstance(value, PackedSequence):
             raise InvalidArgument(
                 f"{path} is a PackedSequence, which has no rows: pass it padded and pack it in the step"
@@ -137,6 +123,8 @@ def _sizes_of(leaves: Sequence[Leaf]) -> dict[str, int]:
                 f"{path} is a {form} tensor, whose rows are no views: pass a dense one or a list of samples"
             )
         if kind == "rows":
+            sizes[path] = int(value.shape[0])
+        elif kind == "registered":
             sizes[path] = count_rows(value) or 0
         elif kind in ("samples", "unclear"):
             sizes[path] = len(value)

@@ -6,21 +6,22 @@ is a ``Layout``: the batch, its leaves and its number of samples, of which any r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from autobatch.batch.registry import ListReading, Marked, find_type
-from autobatch.batch.rules import ROOT, Leaf, count_samples, decide_lists
+from autobatch.batch.registry import ListReading, find_type
+from autobatch.batch.rules import count_samples, decide_lists
 from autobatch.batch.tree import (
+    ROOT,
+    Leaf,
     as_leaf,
     children_of,
     fields_of,
-    has_rows,
-    is_sequence,
     leaves_of,
     map_tensors,
+    take_apart,
     tensors_of,
     with_fields,
     with_items,
@@ -50,26 +51,7 @@ class Layout:
 
     def __init__(self, batch: Any, count: int, lists: Mapping[str, ListReading]) -> None:
         self.batch, self.count, self.lists = batch, count, lists
-        self.leaves: list[Leaf] = []
-        self.containers: list[tuple[Any, int] | None] = []
-        self._take_apart(batch, ROOT)
-
-    def _take_apart(self, node: Any, path: str) -> None:
-        kind: Any = "shared" if children_of(node) is None else "fields"
-        if has_rows(node):
-            kind = "rows"
-        elif is_sequence(node):
-            kind = self.lists.get(path, "open")
-            if isinstance(node, Marked) and node.reading != kind:
-                kind = "open"
-        if kind != "fields":
-            self.leaves.append(Leaf(path, node, kind))
-            self.containers.append(None)
-            return
-        fields = fields_of(node) or []
-        for suffix, child in fields:
-            self._take_apart(child, path + suffix)
-        self.containers.append((node, len(fields)))
+        self.leaves, self.containers = take_apart(batch, lists)
 
     def tensors(self) -> list[torch.Tensor]:
         values = [leaf.value for leaf in self.leaves]
@@ -91,7 +73,10 @@ class Layout:
                 node, size = container
                 parts = built[len(built) - size :]
                 del built[len(built) - size :]
-                built.append(with_fields(node, parts))
+                if type(node) is dict:
+                    built.append(dict(zip(node, parts, strict=True)))
+                else:
+                    built.append(type(node)(parts) if type(node) in (list, tuple) else with_fields(node, parts))
         return built[0]
 
     def part(self, rows: Rows, trim: Trim | None = None) -> Layout:
@@ -124,8 +109,7 @@ class Layout:
         values = []
         rows = range(n) if n <= self.count else [index % self.count for index in range(n)]
         for leaf in self.leaves:
-            is_tensor = isinstance(leaf.value, torch.Tensor) and find_type(leaf.value) is None
-            if n > self.count and is_tensor and leaf.kind == "rows":
+            if n > self.count and leaf.kind == "rows" and isinstance(leaf.value, torch.Tensor):
                 values.append(_repeat_rows(leaf.value, n))
             else:
                 values.append(_select(leaf, rows))
@@ -135,10 +119,42 @@ class Layout:
         """Return a batch of leaves to which no gradient of the batch belongs; samples in lists stay the user's."""
         with torch.enable_grad():  # else no result requires a gradient
             cut = [
-                value if leaf.kind == "shared" or is_sequence(value) else map_tensors(value, as_leaf)
+                map_tensors(value, as_leaf) if leaf.kind in ("rows", "registered") else value
                 for leaf, value in zip(self.leaves, values, strict=True)
             ]
         return Layout(self.rebuild(cut), n, self.lists)
+
+
+class MicroBatch(NamedTuple):
+    """Samples that run together."""
+
+    batch: Layout
+    rows: Rows
+    trim: Trim | None  # the part of padded dimensions that is left
+    size: int
+    scale: int  # the least size with which ``divide`` makes it: ``size``, but for samples by length
+    weights: Mapping[str, float]  # count of its samples in each term's mean; the name "" is every term
+    counts: bool = True  # whether any term is a mean over something in it
+
+    def samples(self) -> Any:
+        return self.batch.rebuild(self.batch.select(self.rows, self.trim))
+
+    def take(self, move: Callable[[torch.Tensor], torch.Tensor], home: torch.device) -> Any:
+        """Return its samples on the device ``home``, in new containers.
+
+        Each tensor is a leaf, so that the step may ask for its gradient and none reaches the user's batch.
+        """
+        moved = []
+        for leaf, part in zip(self.batch.leaves, self.batch.select(self.rows, self.trim), strict=True):
+            if isinstance(leaf.value, torch.Tensor):
+                own = part.detach()
+                own = own if own.device == home else move(own)
+                moved.append(own.requires_grad_(leaf.value.requires_grad))
+            elif leaf.kind == "shared":
+                moved.append(part)
+            else:
+                moved.append(map_tensors(part, lambda one: move(one.detach()).requires_grad_(one.requires_grad)))
+        return self.batch.rebuild(moved)
 
 
 def describe(batch: Any, lists: Mapping[str, ListReading] | None = None, samples: int | None = None) -> Layout:
@@ -149,13 +165,12 @@ def describe(batch: Any, lists: Mapping[str, ListReading] | None = None, samples
     """
     lists = {path: reading for path, reading in (lists or {}).items() if reading != "unclear"}
     try:
-        while True:
-            layout = Layout(batch, 0, lists)
-            decided = decide_lists(layout.leaves, batch, samples)
-            if not decided:
-                layout.count = count_samples(layout.leaves, batch)
-                return layout
-            lists = {**lists, **decided}  # lists of fields are taken apart further
+        layout = Layout(batch, 0, lists)
+        while any(leaf.kind == "open" for leaf in layout.leaves):
+            lists = {**lists, **decide_lists(layout.leaves, batch, samples)}
+            layout = Layout(batch, 0, lists)  # lists of fields are taken apart further
+        layout.count = count_samples(layout.leaves, batch)
+        return layout
     except RecursionError as error:
         endless = next((ROOT + suffix for suffix, part in fields_of(batch) or () if _is_endless(part)), ROOT)
         raise InvalidArgument(f"{endless} holds itself or is nested too deep: leave it out of the batch") from error
@@ -181,9 +196,9 @@ def _select(leaf: Leaf, rows: Rows, trim: Trim | None = None) -> Any:
             f"another number of samples, or autobatch.batches.Samples({path}) or autobatch.batches.Fields({path}) in "
             f"its stead"
         )
-    if (registered := find_type(value)) is not None:
+    if kind == "registered" and (registered := find_type(value)) is not None:
         return registered.take_samples(value, rows)
-    if is_sequence(value):
+    if kind == "samples":
         return with_items(value, [value[row] for row in rows])
     if trim is not None and path in trim.padding.dims:
         length = max(trim.length, 1)  # a tensor without positions is no input for most models

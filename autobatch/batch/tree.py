@@ -1,4 +1,4 @@
-"""Walks containers and makes like ones: mappings, lists, tuples and dataclasses. Knows nothing of samples.
+"""Takes batches apart into leaves, and makes containers like theirs: mappings, lists, tuples and dataclasses.
 
 No tensor is copied. ``torch.utils._pytree`` knows neither dataclasses nor a tokenizer's output.
 """
@@ -12,19 +12,70 @@ import math
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch._formatting import name_type
 from autobatch._user_errors import note_where
-from autobatch.batch.registry import find_type
+from autobatch.batch.registry import BUILT_IN, ListReading, Marked, find_type
 from autobatch.errors import InvalidArgument
 from autobatch.torch_internals.storages import bytes_of
 
+ROOT = "batch"
+
 # A shape describes, it holds no samples; a packed sequence's rows are time steps of several samples at once.
 _WHOLE = (torch.Size, PackedSequence)
+
+
+class Leaf(NamedTuple):
+    """One part of a batch that is taken apart no further.
+
+    ``"rows"`` (a tensor or an array), ``"registered"`` and ``"samples"`` (a list) have one entry a sample, ``"shared"``
+    is the same for all samples. ``"unclear"`` could be either, and is refused where the batch is divided. ``"open"`` is
+    not decided yet.
+    """
+
+    path: str  # such as batch["x"]
+    value: Any
+    kind: Literal["rows", "registered", "samples", "fields", "unclear", "open", "shared"]
+
+
+Container = tuple[Any, int]
+"""A container, and the number of its parts."""
+
+
+def take_apart(batch: Any, lists: Mapping[str, ListReading]) -> tuple[list[Leaf], list[Container | None]]:
+    """List the leaves in order; and ``None`` for each of them, with each container after its parts.
+
+    ``lists`` has the readings of lists by path.
+    """
+    leaves: list[Leaf] = []
+    order: list[Container | None] = []
+
+    def visit(node: Any, path: str) -> None:
+        kind: Any = "shared"
+        if type(node) not in BUILT_IN and find_type(node) is not None:
+            kind = "registered"
+        elif isinstance(node, torch.Tensor) or is_array(node):
+            kind = "rows" if node.ndim else "shared"
+        elif is_sequence(node) and (reading := _read_list(node, lists.get(path, "open"))) != "fields":
+            kind = reading
+        elif (fields := fields_of(node)) is not None:
+            for suffix, child in fields:
+                visit(child, f"{path}{suffix}")
+            order.append((node, len(fields)))
+            return
+        leaves.append(Leaf(path, node, kind))
+        order.append(None)
+
+    visit(batch, ROOT)
+    return leaves, order
+
+
+def _read_list(node: Any, known: str) -> str:
+    return "open" if isinstance(node, Marked) and node.reading != known else known
 
 
 def is_array(value: Any) -> bool:

@@ -192,6 +192,8 @@ def make_loader(
     order = None if is_ordered else shuffle
     if not is_ordered:
         _count_samples(dataset)
+    elif not isinstance(dataset, IterableDataset) and not is_instance_with(dataset, "__getitem__"):
+        raise InvalidArgument(_explain_no_indices(dataset))  # DataLoader would fail at its first batch
     return DataLoader(dataset, batch_size=plan.target_batch, shuffle=order, drop_last=drop_last, **options)
 
 
@@ -213,13 +215,17 @@ def _count_samples(dataset: Any) -> int:
     except (TypeError, NotImplementedError):  # a dataset may wrap one without a length
         samples = None
     if samples is None:
-        raise InvalidArgument(
-            f"dataset is {name_type(dataset)}, whose samples have no indices: pass a map-style dataset, with "
-            f"len() and dataset[index]"
-        )
+        raise InvalidArgument(_explain_no_indices(dataset))
     if not samples:
         raise InvalidArgument(f"dataset is {name_type(dataset)} without samples: pass one that has some")
     return samples
+
+
+def _explain_no_indices(dataset: Any) -> str:
+    return (
+        f"dataset is {name_type(dataset)}, whose samples have no indices: pass a map-style dataset, with len() and "
+        f"dataset[index]"
+    )
 
 
 def _count_batches(samples: int, shares: tuple[int, ...], *, drop_last: bool) -> int:

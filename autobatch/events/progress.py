@@ -13,6 +13,9 @@ from autobatch.events.event import Event, Hook, TrialFinished
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+_WIDE = 80
+"""Columns of a terminal that has room for the bar and the time beside the texts."""
+
 
 @contextmanager
 def showing_progress(*, progress: bool) -> Iterator[tuple[Hook, ...]]:
@@ -24,7 +27,7 @@ def showing_progress(*, progress: bool) -> Iterator[tuple[Hook, ...]]:
     task = bar.add_task("starting", total=None, memory="")
 
     def show(event: Event, /) -> None:
-        bar.console.print(f"autobatch: {event}", markup=False, highlight=False, soft_wrap=True)
+        bar.console.print(f"autobatch: {event}", markup=False, highlight=False)
         if isinstance(event, TrialFinished):
             peak, limit = event.trial.peak_reserved, event.limit_bytes
             memory = f"{format_bytes(peak)} of {format_bytes(limit)}" if peak and limit else ""
@@ -41,8 +44,11 @@ def showing_progress(*, progress: bool) -> Iterator[tuple[Hook, ...]]:
 
 def _make_bar() -> Progress:
     from rich.console import Console  # noqa: PLC0415 - `import autobatch` does not pay for it
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
-    columns = TextColumn("autobatch: {task.description}"), BarColumn(), TextColumn("{task.fields[memory]}")
+    console, memory = Console(stderr=True), TextColumn("{task.fields[memory]}")
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), memory]
+    if console.width >= _WIDE:
+        columns = [TextColumn("autobatch: {task.description}"), BarColumn(), memory, TimeElapsedColumn()]
     # No thread redraws it: one that held a lock when a loader forks its processes would stop these.
-    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, auto_refresh=False)
+    return Progress(*columns, console=console, transient=True, auto_refresh=False)

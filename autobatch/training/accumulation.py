@@ -22,8 +22,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from autobatch._user_errors import contextmanager, note_where
-from autobatch.batch.cut import Division, Group, MicroBatch, cut_apart
-from autobatch.batch.samples import Layout
+from autobatch.batch.cut import Division, Group, cut_apart
+from autobatch.batch.samples import Layout, MicroBatch
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.memory.device import Device

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autobatch.batch.cut import Group, MicroBatch
+from autobatch.batch.cut import Group
+from autobatch.batch.samples import MicroBatch
 from autobatch.records import Phase
 from autobatch.training.misuse import BatchWatch
 from autobatch.training.weights import StepLoss

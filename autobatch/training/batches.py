@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from autobatch.batch.cut import Division, Group, MicroBatch, cut_apart, cut_as_given, cut_joined, divide
+from autobatch.batch.cut import Division, Group, cut_apart, cut_as_given, cut_joined, divide
 from autobatch.batch.example import is_source
 from autobatch.batch.lengths import ByLength, PlannedLengths, check_trimmed, read_by_length
 from autobatch.batch.registry import ListReading
-from autobatch.batch.samples import Layout, describe, is_empty, is_one_batch
+from autobatch.batch.samples import Layout, MicroBatch, describe, is_empty, is_one_batch
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.division import least_size

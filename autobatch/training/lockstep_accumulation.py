@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autobatch._user_errors import contextmanager
-from autobatch.batch.cut import Group, MicroBatch
-from autobatch.batch.samples import Layout, describe
+from autobatch.batch.cut import Group
+from autobatch.batch.samples import Layout, MicroBatch, describe
 from autobatch.batch.tree import map_tensors, tensors_of
 from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, PassDiffers, PassDropped
 from autobatch.distributed.sharded.model import gathered_tensors, sharded_modules, unsharded_parameters

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from autobatch._formatting import plural
-from autobatch.batch.cut import Group, MicroBatch, divide
+from autobatch.batch.cut import Group, divide
+from autobatch.batch.samples import MicroBatch
 from autobatch.step.losses import counts_of, losses_of
 
 _LOG = logging.getLogger("autobatch")

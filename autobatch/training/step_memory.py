@@ -11,9 +11,9 @@ from torch import nn
 
 from autobatch._formatting import format_bytes
 from autobatch._user_errors import contextmanager
-from autobatch.batch.cut import Division, MicroBatch
+from autobatch.batch.cut import Division
 from autobatch.batch.lengths import PlannedLengths
-from autobatch.batch.samples import Layout
+from autobatch.batch.samples import Layout, MicroBatch
 from autobatch.errors import DoesNotFit
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.device import Device

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from autobatch.batch.cut import MicroBatch
+from autobatch.batch.samples import MicroBatch
 from autobatch.errors import InvalidArgument
 from autobatch.step.losses import Term, read_terms
 

@@ -13,6 +13,9 @@ from sampling import sample
 from torch import nn
 
 import autobatch
+from autobatch.events import TrialFinished, emit
+from autobatch.events.progress import showing_progress
+from autobatch.records import Trial
 
 OWN = "logging.getLogger('autobatch')"
 DICT = (
@@ -96,6 +99,20 @@ def test_fit_shows_its_check_on_a_terminal(monkeypatch):
     assert len(shown(check=None)) == len(trials)
     assert shown(progress=False) == []
     assert shown(is_terminal=False) == []
+
+
+def test_a_narrow_terminal_breaks_lines_between_words(monkeypatch):
+    """And the bar has room for its texts: a phone, or a pane beside an editor."""
+    screen = Screen()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stderr", screen)
+    trial = Trial(micro_batch_size=1024, outcome="oom", peak_reserved=21 * 2**30, seconds=0.1, ended_in="backward")
+    with showing_progress(progress=True) as hooks:
+        emit(TrialFinished(trial=trial, limit_bytes=22 * 2**30), hooks)
+    shown = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, shown)) <= 40
+    assert "1024 samples: oom 21.0 GiB of 22.0 GiB" in shown
+    assert "autobatch: trial of 1024 samples: oom " in shown
 
 
 @pytest.mark.predicts

@@ -74,3 +74,10 @@ def test_what_the_plan_chooses_is_refused():
             alone.loader(data)
     with pytest.raises(InvalidArgument, match="shuffle"):
         alone.loader(DATA, shuffle="yes")
+
+
+@pytest.mark.parametrize("options", [{}, {"sampler": SequentialSampler(DATA)}])
+def test_what_has_no_samples_by_number_is_refused(options):
+    """A DataLoader would take a number for a dataset, and fail at its first batch."""
+    with pytest.raises(InvalidArgument, match="dataset is an int"):
+        make_plan(16, 5).loader(5, **options)
