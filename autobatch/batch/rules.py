@@ -68,14 +68,14 @@ _DEPTH, _WIDTH = 3, 64
 
 
 def decide_lists(leaves: Sequence[Leaf], batch: Any, samples: int | None) -> dict[str, ListReading]:
-    """Decide how open lists are read: some of them, by what is most certain; none where no list is open.
+    """Decide how open lists are read: at least one of them, by what is most certain.
 
     ``samples`` is the number that the batch was made of, if known. Rows of tensors outweigh it.
     """
     lists = [leaf for leaf in leaves if leaf.kind == "open"]
     certain = {leaf.path: leaf.value.reading for leaf in lists if isinstance(leaf.value, Marked)}
     certain |= {leaf.path: "fields" for leaf in lists if leaf.path not in certain and not are_alike(leaf.value)}
-    if certain or not lists:
+    if certain:
         return certain
     if sizes := _sizes_of(leaves):
         samples = _agree(sizes, batch)

@@ -249,16 +249,13 @@ def is_empty(batch: Any) -> bool:
     return bool(with_rows) and not any(len(tensor) for tensor in with_rows)
 
 
-def check_values(batch: Any) -> None:
+def check_values(layout: Layout) -> None:
     """Raise InvalidArgument if a tensor has no values, or the ``take`` of a registered type ignores its indices."""
-    if isinstance(batch, torch.Tensor):
-        refuse_meta(batch)
-    elif (registered := find_type(batch)) is not None:
-        for tensor in registered.tensors(batch):
-            refuse_meta(tensor)
-        registered.check_take(batch)
-    for child in children_of(batch) or ():
-        check_values(child)
+    for tensor in layout.tensors():
+        refuse_meta(tensor)
+    for leaf in layout.leaves:
+        if leaf.kind == "registered" and (registered := find_type(leaf.value)) is not None:
+            registered.check_take(leaf.value)
 
 
 def refuse_meta(tensor: torch.Tensor) -> None:

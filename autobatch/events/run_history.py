@@ -17,37 +17,22 @@ _MOST_ROWS = 4096
 
 
 class StepTotals(Record):
-    """Totals of some steps.
-
-    Attributes:
-        samples: Number of samples.
-        micro_batch_size: Most samples in a micro-batch.
-        retries: Number of times that memory ran out.
-        peak_bytes: Most bytes in tensors at once.
-        held_bytes: Most bytes that the allocator held at once; 0 if unknown.
-        seconds: Duration.
-    """
+    """Totals of some steps."""
 
     samples: Count = 0
-    micro_batch_size: Count = 0
+    micro_batch_size: Count = 0  # most samples in a micro-batch
     retries: Count = 0
-    peak_bytes: Bytes = 0
-    held_bytes: Bytes = 0
+    peak_bytes: Bytes = 0  # most bytes in tensors at once
+    held_bytes: Bytes = 0  # most bytes that the allocator held at once; 0 if unknown
     seconds: Seconds = 0.0
 
 
 class StepRange(StepTotals):
-    """Consecutive steps of one size; steps with retries are in a range without others.
-
-    Attributes:
-        first_step: Number of the first step, from 0.
-        last_step: Number of the last step, included.
-        allowed_size: Most samples that a micro-batch could have; 0 if unknown.
-    """
+    """Consecutive steps of one size; steps with retries are in a range without others."""
 
     first_step: Count
-    last_step: Count
-    allowed_size: Count = 0
+    last_step: Count  # included
+    allowed_size: Count = 0  # most samples that a micro-batch could have; 0 if unknown
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> StepRange:
@@ -57,65 +42,36 @@ class StepRange(StepTotals):
 
 
 class RankTotal(StepTotals):
-    """Totals of one of several ranks in a run. ``seconds`` is without waiting for other ranks.
-
-    Attributes:
-        steps: Number of steps.
-    """
+    """Totals of one of several ranks in a run. ``seconds`` is without waiting for other ranks."""
 
     steps: Count
 
 
 class Setback(Record):
-    """A change of the micro-batch size.
-
-    Attributes:
-        step: Number of the step, from 0.
-        kind: ``"retry"`` if the step was undone, ``"size"`` if the size changed between two steps.
-        old_size: Most samples in a micro-batch before.
-        new_size: Most samples in a micro-batch from then on.
-        used_bytes: Bytes held on the device after the clean-up; 0 if not measured.
-        reason: Reason in words.
-    """
+    """A change of the micro-batch size."""
 
     step: Count
-    kind: Literal["retry", "size"]
+    kind: Literal["retry", "size"]  # "retry" if the step was undone, "size" if it changed between two steps
     old_size: Samples
     new_size: Samples
-    used_bytes: Bytes = 0
+    used_bytes: Bytes = 0  # held on the device after the clean-up; 0 if not measured
     reason: Text = ""
 
 
 class Run(Record):
-    """The steps of one process, or of several ranks together, with one plan; or a part of them.
-
-    Attributes:
-        id: Id of the run.
-        plan_id: Id of the plan; with several ranks, of rank 0's.
-        line: Number of its last line in the run's file, from 0. A line that is written again, perhaps with more in it,
-            keeps its number.
-        pid: Number of the process; with several ranks, of rank 0's.
-        started_at: Time of the start: seconds since 1970, UTC.
-        last_seen_at: Time of the last write.
-        outcome: ``"interrupted"`` if the user stopped a step (Ctrl-C). A process that was killed leaves
-            ``"running"``, and ``last_seen_at`` grows old.
-        reason: First line of the error that ended the run.
-        ranges: Steps of this process (of rank 0), in order.
-        setbacks: Changes of the size in this process (on rank 0), in order.
-        ranks: Totals of each rank; empty with one rank.
-    """
+    """The steps of one process, or of several ranks together, with one plan; or a part of them."""
 
     id: Text
-    plan_id: Text
-    line: Count = 0
-    pid: Count
+    plan_id: Text  # with several ranks, of rank 0's plan
+    line: Count = 0  # in the run's file; a line that is written again, perhaps with more in it, keeps its number
+    pid: Count  # with several ranks, of rank 0's process
     started_at: Moment
-    last_seen_at: Moment
-    outcome: Outcome = "running"
-    reason: Text = ""
-    ranges: Annotated[tuple[StepRange, ...], LISTED] = ()
+    last_seen_at: Moment  # of the last write; a process that was killed leaves "running", and this grows old
+    outcome: Outcome = "running"  # "interrupted" if the user stopped a step (Ctrl-C)
+    reason: Text = ""  # first line of the error that ended the run
+    ranges: Annotated[tuple[StepRange, ...], LISTED] = ()  # of this process (of rank 0), in order, as are setbacks
     setbacks: Annotated[tuple[Setback, ...], LISTED] = ()
-    ranks: Annotated[tuple[RankTotal, ...], LISTED] = ()
+    ranks: Annotated[tuple[RankTotal, ...], LISTED] = ()  # empty with one rank
 
     @property
     def steps(self) -> int:

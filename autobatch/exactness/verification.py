@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from autobatch._bounds import LONGEST_LIST
-from autobatch._process_lock import one_at_a_time
 from autobatch._user_errors import contextmanager
 from autobatch.batch.example import find_example
 from autobatch.batch.lengths import ByLength, SamplesByLength, read_by_length
@@ -30,7 +29,7 @@ from autobatch.distributed.data_parallel import module_of
 from autobatch.exactness.comparison import SplitComparison, unchecked
 from autobatch.exactness.measurement import Sizes
 from autobatch.exactness.updates import check_update
-from autobatch.memory.device import Device
+from autobatch.memory.device import ONE_AT_A_TIME, Device
 from autobatch.memory.devices import find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.planning.division import balance
@@ -120,7 +119,7 @@ def _verify(
     has_own_step = workload.step is not default_step
     example = find_example(workload.model, batch, _MOST_AT_ONCE, given, has_own_step=has_own_step)
     layout = example.with_smallest or example.layout
-    check_values(layout.batch)
+    check_values(layout)
     samples = None if given is None else SamplesByLength.read(layout, given)
     at_once = min(layout.count, _MOST_AT_ONCE)
     with _undone(workload, memory):
@@ -165,7 +164,7 @@ def _undone(workload: Workload, device: Device) -> Iterator[None]:
     """Restore everything that the runs in this block have changed."""
     host_bytes, outside = read_host_memory().available_bytes // 2, workload.outside()
     with (
-        one_at_a_time(),
+        ONE_AT_A_TIME,
         TrainingState(workload.model, None, device.torch_device, host_bytes=host_bytes, outside=outside),
     ):
         yield

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from autobatch._formatting import plural
-from autobatch._process_lock import one_at_a_time
 from autobatch._wrappers import unwrap_optimizer
 from autobatch.batch.cut import CutFunction
 from autobatch.batch.example import is_source
@@ -27,10 +26,10 @@ from autobatch.events import PlanMade, emit
 from autobatch.events.progress import showing_progress
 from autobatch.exactness.verification import Planned, check_split
 from autobatch.fitting.make_plan import Checked, Found, Request, make_plan
-from autobatch.fitting.options import check_choices, check_sizes, check_switches
+from autobatch.fitting.options import check_options, check_sizes
 from autobatch.fitting.search import search, settle
 from autobatch.ledger.ledger import Ledger
-from autobatch.memory.device import Device, collecting_new_objects
+from autobatch.memory.device import ONE_AT_A_TIME, Device, collecting_new_objects
 from autobatch.memory.devices import Allowance, find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.plan import Plan
@@ -149,20 +148,20 @@ def fit(
     with all_or_none(ranks, "fit(), the check") as plans:
         with all_or_none(ranks, "fit(), its arguments") as gathered:
             target_batch, bound = check_sizes(target_batch, max_micro_batch)
-            check_choices(objective=objective, check=check, budget=budget, headroom=headroom)
-            check_switches(accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
+            given = {"objective": objective, "check": check, "budget": budget, "headroom": headroom}
+            in_float32, switches = accumulate_in_float32, {"reuse": reuse, "progress": progress}
+            check_options({**given, **switches, "accumulate_in_float32": in_float32})
             module, own_optimizer = take_module(model, ranks), unwrap_optimizer(optimizer)
             workload = Workload(module, step or default_step, weigh, own_optimizer, "autobatch.fit")
             refuse_sample_gradients(module.named_parameters())
             division = Division(ranks, target_batch, share)
             kind = "None" if cut is None else "by_length()" if isinstance(cut, ByLength) else "a function"
-            in_float32 = accumulate_in_float32
             gathered.extend(division.describe(workload, device, float32=in_float32, objective=objective, cut=kind))
         division.compare(gathered)
         ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
         # If all ranks try the same sizes, a plan that only some of them remember could not be confirmed.
         remembered = ledger if reuse and division.is_known and not division.trials.are_shared else Ledger(None)
-        with one_at_a_time(), showing_progress(progress=progress) as hooks:
+        with ONE_AT_A_TIME, showing_progress(progress=progress) as hooks:
             memory = _open_memory(workload, device, division, ranks)
             with collecting_new_objects():
                 host_bytes = read_host_memory().available_bytes // 2

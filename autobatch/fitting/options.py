@@ -28,6 +28,9 @@ from autobatch.training.given_backward import Backward
 from autobatch.training.step_events import check_hooks
 from autobatch.undo.user_objects import check_objects
 
+_CHOICES = {"objective": ("throughput", "memory"), "check": ("warn", "raise", None)}
+_SWITCHES = ("accumulate_in_float32", "reuse", "progress")
+
 
 class SearchOptions(TypedDict, total=False):
     """Options of every call that makes a plan; ``fit`` explains them."""
@@ -113,8 +116,7 @@ class Options:
             check_sizes(target, bound)
         elif bound is not None:
             check_count("max_micro_batch", bound)
-        check_choices(**{name: fit[name] for name in ("objective", "check", "budget", "headroom") if name in fit})
-        check_switches(**{name: fit[name] for name in ("accumulate_in_float32", "reuse", "progress") if name in fit})
+        check_options(fit)
         device = given.get("device")
         if device is not None:
             parse_device(device)
@@ -130,14 +132,12 @@ def check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, in
     return target, bound
 
 
-def check_choices(
-    *, objective: Any = "throughput", check: Any = "warn", budget: Any = None, headroom: Any = None
-) -> None:
-    check_choice("objective", objective, ("throughput", "memory"))
-    check_choice("check", check, ("warn", "raise", None))
-    parse_headroom(headroom, 0 if budget is None else parse_bytes("budget", budget))
-
-
-def check_switches(**switches: Any) -> None:
-    for name, switch in switches.items():
-        check_switch(name, switch)
+def check_options(given: Mapping[str, Any]) -> None:
+    """Check the ``SearchOptions`` that were given, except for ``max_micro_batch``."""
+    for name, value in given.items():
+        if name in _CHOICES:
+            check_choice(name, value, _CHOICES[name])
+        elif name in _SWITCHES:
+            check_switch(name, value)
+    budget = given.get("budget")
+    parse_headroom(given.get("headroom"), 0 if budget is None else parse_bytes("budget", budget))

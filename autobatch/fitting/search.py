@@ -107,7 +107,7 @@ def _find_batch(request: Request) -> tuple[ExampleBatch, Layout]:
     model, lengths, target = request.workload.model, request.lengths, request.wanted.target_batch
     has_own_step = request.workload.step is not default_step
     found = find_example(model, request.batch, target, lengths, has_own_step=has_own_step)
-    check_values(found.layout.batch)
+    check_values(found.layout)
     whole, warnings = _hold_whole_batch(request, found.layout)
     if not model.training:
         warnings = ("the model was in eval mode: sizes were tried in train mode, which needs more memory", *warnings)

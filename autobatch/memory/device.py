@@ -7,6 +7,8 @@ Any other object with these methods works too.
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +18,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch._user_errors import contextmanager
 from autobatch.records import DeviceInfo, MemoryUsage
+
+ONE_AT_A_TIME = threading.RLock()
+"""Held by ``fit``, ``verify`` and traces, which change settings of the whole process and restore them."""
+
+if hasattr(os, "register_at_fork"):  # in a forked child the thread that held it is not there to release it
+    os.register_at_fork(after_in_child=ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]  # noqa: SLF001 - as concurrent.futures does
 
 
 @runtime_checkable

@@ -1,7 +1,4 @@
-"""Divides a target batch among ranks, and a rank's share into micro-batches; lists the sizes that are worth running.
-
-A number of samples below 1, and shares that do not sum to the target, raise ``InvalidArgument``.
-"""
+"""Divides a target batch among ranks, and a rank's share into micro-batches; lists the sizes that are worth running."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ def balance(total: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
     ``balance(256, 100)`` is ``(86, 85, 85)``: as many steps as ``(100, 100, 56)`` and less memory. No other division
     has a larger smallest part, so InvalidArgument is raised if that is less than ``smallest``.
     """
-    _check_samples(max(total, 1), largest)
     if total < 1:
-        if total < 0:
-            raise InvalidArgument(f"{total} samples cannot be divided")
         return ()
     steps = -(-total // largest)
     if total // steps < smallest:
@@ -67,9 +61,6 @@ def least_size(total: int, smallest: int) -> int:
     ``least_size(9, 2)`` is 3, since 9 samples in parts of at most 2 leave one alone. Any larger size allows a division
     too. A ``total`` below ``smallest`` stays whole.
     """
-    _check_samples(total)
-    if smallest < 1:
-        raise InvalidArgument(f"a micro-batch must have at least one sample, not at least {smallest}")
     return -(-total // max(total // smallest, 1))
 
 
@@ -79,7 +70,6 @@ def useful_sizes(total: int, bound: int) -> tuple[int, ...]:
     Any other size needs as many steps as the next smaller useful one, and more memory. There are at most
     ``2 * sqrt(total)`` of them. 1 is always among them, and 2 if ``total`` and ``bound`` allow it.
     """
-    _check_samples(total, bound)
     sizes = []
     steps = 1
     while steps < total:
@@ -101,8 +91,6 @@ def compiled_ladder(size: int) -> tuple[int, ...]:
 
     One sample is left out: ``torch.compile`` specializes on it even if sizes are dynamic.
     """
-    if size < 1:
-        raise InvalidArgument(f"a micro-batch must have at least one sample, not {size}")
     halves = (size >> times for times in reversed(range(COMPILED_SIZES)))
     return tuple(half for half in halves if half > 1 or half == size)
 
@@ -112,13 +100,6 @@ def divide_evenly(total: int, largest: int) -> tuple[int, int]:
     small = (divisor for divisor in range(1, math.isqrt(total) + 1) if total % divisor == 0)
     size = max(part for divisor in small for part in (divisor, total // divisor) if part <= largest)
     return size, total // size
-
-
-def _check_samples(total: int, largest: int = 1) -> None:
-    if total < 1:
-        raise InvalidArgument(f"a batch must have at least one sample, not {total}")
-    if largest < 1:
-        raise InvalidArgument(f"a micro-batch must have at least one sample, not at most {largest}")
 
 
 def choose_rows(n: int, count: int) -> list[int]:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from autobatch._bounds import Bytes
 from autobatch.planning.curve import Line, growing_allocated, growing_reserved
@@ -49,12 +48,6 @@ class Forecast(Record):
     # Training in a new process: the allocator divides its segments differently there. 0 if unknown.
     largest_to_train: int = Field(default=0, ge=0)
     is_confirmed: bool = False  # whether the first step, of two samples, held the predicted bytes
-
-    @model_validator(mode="after")
-    def _check_points(self) -> Forecast:
-        if any(following <= size for (size, _), (following, _) in pairwise(self.points)):
-            raise ValueError("points must ascend in size")
-        return self
 
     def predict(self, size: int) -> int | None:
         index = bisect_left(self.points, size, key=lambda point: point[0])
@@ -103,20 +96,10 @@ class Question(Record):
     limit_bytes: int = Field(ge=0)
     measures: bool = True  # whether trials carry bytes; if not, running out of memory is the only signal
     smallest_probe: int = Field(default=1, ge=1, le=2)  # if 2, one sample is tried only after 2 has failed
-    candidates: tuple[int, ...] = ()  # possible answers, ascending; empty: all up to the bound
+    candidates: tuple[int, ...] = ()  # possible answers, ascending from the fewest samples; empty: all up to the bound
     expected: int = Field(default=0, ge=0)  # answer of a prediction, where the search begins and may end
     expects_no_more: bool = True  # whether the prediction says that the next candidate does not fit
     forecast: Forecast = Forecast()  # predicted bytes of trials near that answer
-
-    @model_validator(mode="after")
-    def _check_candidates(self) -> Question:
-        start = [*range(1, min(self.bound, 2) + 1)]  # a search may have to begin and end here
-        candidates = [*self.candidates]
-        if candidates and self.smallest_probe > 1 and candidates[0] in (2, 3):
-            start = candidates[:1]  # a batch of an odd number of samples cannot be divided into parts of 2
-        if candidates and (candidates != sorted({*candidates, *start}) or candidates[-1] > self.bound):
-            raise ValueError(f"candidates must ascend from {start} to at most {self.bound}, not {candidates}")
-        return self
 
     @property
     def sizes(self) -> Sequence[int]:

@@ -35,9 +35,8 @@ from typing import IO, Any, TypeVar
 
 import torch
 
-from autobatch._process_lock import one_at_a_time
 from autobatch.errors import InvalidArgument
-from autobatch.memory.device import end_failed_backward
+from autobatch.memory.device import ONE_AT_A_TIME, end_failed_backward
 
 MOST_SECONDS = 300.0  # a trace takes seconds
 _FILTERS = threading.Lock()
@@ -64,7 +63,7 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
     The child ends with the block. Without a fork the function runs when its result is asked for.
     """
     if not _FORKS:
-        with one_at_a_time():  # a trace changes torch's functions for all threads
+        with ONE_AT_A_TIME:  # a trace changes torch's functions for all threads
             yield function
         return
     with tempfile.TemporaryFile() as answered, tempfile.TemporaryFile() as printed:

@@ -17,8 +17,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils import _python_dispatch
 
 import autobatch
-from autobatch._process_lock import one_at_a_time
 from autobatch.memory.cpu import CpuDevice
+from autobatch.memory.device import ONE_AT_A_TIME
 from autobatch.prediction.child_process import run_apart
 
 AT_MOST_S = 60
@@ -212,11 +212,11 @@ def test_a_process_that_is_forked_while_a_thread_measures_can_measure():
     pause = Pause()
 
     def hold():
-        with one_at_a_time():
+        with ONE_AT_A_TIME:
             pause()
 
     def measure():
-        with one_at_a_time():
+        with ONE_AT_A_TIME:
             return 3
 
     worker = Worker(hold)

@@ -8,7 +8,6 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from autobatch.planning.division import useful_sizes
 from autobatch.planning.next_trial import (
@@ -481,13 +480,6 @@ def test_a_size_that_failed_once_is_not_answered():
     question = Question(bound=4, limit_bytes=100)
     trials = [measure(3, 100, 30), measure(4, 100, 40), measure(4, 100, 101)]
     assert choose_size(question, trials) == 3
-
-
-@pytest.mark.parametrize("sizes", [(2, 3), (1, 3), (1, 2, 2), (2, 1), (1, 2, 11)])
-def test_candidates_must_be_a_search_space(sizes):
-    """Candidates that do not start at 1 and 2, do not ascend or pass the bound are refused with themselves."""
-    with pytest.raises(ValidationError, match="candidates must ascend from \\[1, 2\\] to at most 10"):
-        Question(bound=10, limit_bytes=1, candidates=sizes)
 
 
 # ------------------------------------------------------------------------------------------------- the smallest as fast

@@ -91,23 +91,6 @@ def test_a_compiled_step_sees_few_sizes(target, size):
 
 
 @pytest.mark.parametrize(
-    ("ladder", "size", "message"),
-    [
-        ((), 1, "a ladder must go up"),
-        ((2, 2), 2, "a ladder must go up"),
-        ((4, 2), 2, "a ladder must go up"),
-        ((0, 2), 2, "a ladder must go up"),
-        ((1, 2), 0, "from 1 to the plan's 2, not 0"),
-        ((1, 2), 3, "from 1 to the plan's 2, not 3"),
-    ],
-)
-def test_what_is_no_pace_is_refused(ladder, size, message):
-    """A ladder ascends from at least one sample, and the size is not above it."""
-    with pytest.raises(InvalidArgument, match=message):
-        Pace(ladder=ladder, size=size)
-
-
-@pytest.mark.parametrize(
     ("ladder", "smallest", "rungs"),
     [
         ((16, 32, 64), 1, (1, 2, 4, 8, 16, 32, 64)),
