@@ -17,7 +17,6 @@ from autobatch.batch.tree import (
     ROOT,
     Leaf,
     as_leaf,
-    children_of,
     fields_of,
     leaves_of,
     map_tensors,

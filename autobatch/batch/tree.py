@@ -101,19 +101,15 @@ def is_record(entry: Any) -> bool:
     return find_type(entry) is None and (isinstance(entry, Mapping) or field_names(entry) is not None)
 
 
-def has_rows(leaf: Any) -> bool:
-    return find_type(leaf) is not None or ((isinstance(leaf, torch.Tensor) or is_array(leaf)) and leaf.ndim > 0)
-
-
 def count_rows(leaf: Any) -> int | None:
     """Return the rows of a tensor or array, or the samples of a registered type; ``None`` of all else."""
     if (registered := find_type(leaf)) is not None:
         return registered.count_samples(leaf)
-    return int(leaf.shape[0]) if has_rows(leaf) else None
+    return int(leaf.shape[0]) if (isinstance(leaf, torch.Tensor) or is_array(leaf)) and leaf.ndim else None
 
 
 def children_of(node: Any) -> list[Any] | None:
-    if isinstance(node, torch.Tensor) or find_type(node) is not None:
+    if isinstance(node, torch.Tensor) or (type(node) not in BUILT_IN and find_type(node) is not None):
         return None
     if isinstance(node, Mapping):
         return list(node.values())
