@@ -152,6 +152,8 @@ def _is_scheduler(value: Any) -> bool:
 def find_hooks(parameters: Iterable[torch.Tensor]) -> frozenset[int]:
     """Return the keys of hooks on the gradients of trained parameters; each hook of a process has another key."""
     hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]  # noqa: SLF001 - as below
+    if not hooked:
+        return frozenset()
     return frozenset(key for p in hooked if p.requires_grad for keys in _keys_of(p) for key in keys)
 
 

@@ -339,7 +339,7 @@ class StepRunner:
         if not batches and self._ranks is None:
             raise InvalidArgument("step_over() was given no batches")
         layouts = self._batches.read(batches, leaves_out_empty=self._ranks is not None)
-        self._samples = sum(layout.count for layout in layouts)
+        self._samples = sum([layout.count for layout in layouts])
         if self._is_in_users_loop:
             if self._samples != self._sizes.planned and not is_cut and self._sizes.surprise(self._samples):
                 self._events.report_size(self.steps, self._samples, can_run=self._update is not None)

@@ -25,6 +25,7 @@ from autobatch.events import (
     StepSkipped,
     emit,
 )
+from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.records import DeviceInfo
@@ -52,8 +53,8 @@ def check_hooks(hooks: Any) -> tuple[Hook, ...]:
 class StepEvents:
     """The events of one plan's steps, for the log and for the user's hooks."""
 
-    def __init__(self, plan: Plan, hooks: Sequence[Hook], recorder: Hook | None = None) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, hooks: Sequence[Hook], recorder: RunRecorder | None = None) -> None:
+        self._plan, self._recorder, self._of_user = plan, recorder, hooks
         self._hooks = hooks if recorder is None else (*hooks, recorder)
         self._planned = sum(plan.micro_batch_sizes)
         self._of: dict[str, int] = {"rank": plan.rank, "world_size": plan.world_size}
@@ -117,21 +118,26 @@ class StepEvents:
 
     def report_finished(self, step: int, result: StepResult, held_bytes: int) -> None:
         """Report a step's numbers."""
-        if self._hooks or logger.isEnabledFor(logging.DEBUG):
+        totals: dict[str, Any] = {"retries": result.retries, "seconds": result.seconds}
+        totals |= {"peak_bytes": result.peak_bytes, "held_bytes": held_bytes}
+        if self._recorder is not None:
+            try:
+                self._recorder.count_step(step, result.micro_batch_sizes, result.ranks, **totals)
+            except Exception:  # the step is committed, and must not fail
+                logger.exception("the run could not be recorded")
+                self._recorder = None
+        if self._of_user or logger.isEnabledFor(logging.DEBUG):
             finished = StepFinished(
                 step=step,
                 micro_batch_sizes=result.micro_batch_sizes,
-                retries=result.retries,
-                peak_bytes=result.peak_bytes,
-                held_bytes=held_bytes,
-                seconds=result.seconds,
                 budget_bytes=self._plan.budget_bytes,
                 ranks=result.ranks,
                 loss=result.loss,
                 gradient_norm=result.gradient_norm,
+                **totals,
                 **self._of,
             )
-            emit(finished, self._hooks)
+            emit(finished, self._of_user)
 
 
 def device_differences(plan: Plan, device: DeviceInfo) -> Iterator[str]:

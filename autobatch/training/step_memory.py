@@ -128,7 +128,7 @@ class StepMemory:
 
     def after_step(self, next_step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Choose the next step's size, after these micro-batches have run."""
-        largest = max((micro_batch.scale for micro_batch in micro_batches), default=0)
+        largest = max([micro_batch.scale for micro_batch in micro_batches], default=0)
         self.change(self.pace.after_step(largest, thrashed=self._has_thrashed), next_step)
 
     def change(self, pace: Pace, step: int) -> None:

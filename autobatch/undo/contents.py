@@ -56,7 +56,8 @@ class Contents:
         self._whole, self._seen = whole, set[int]()
         self._copies: list[tuple[Any, Any]] = []  # of containers, each with its copy
         self._values: list[tuple[Any, Any]] = []  # of arrays and generators, each with its state
-        self.add([*roots])
+        if roots:
+            self.add([*roots])
 
     def add(self, waiting: list[Any]) -> list[nn.Module]:  # noqa: C901 - one loop: a call for each container takes 30 %
         """Record everything below more objects; return the modules that are reached for the first time."""
