@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from importlib.resources import files
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import parse_qs, urlencode
 
@@ -22,7 +21,7 @@ from autobatch.report.difference import diff_plans
 from autobatch.report.html import make_environment, render_fragment
 from autobatch.report.pictures import PALETTE
 from autobatch.service.alerts import NEAR, WATCHED_S
-from autobatch.service.answers import PageQuery, PlanQuery, RunQuery, SummaryLine
+from autobatch.service.answers import PageQuery, PlanPage, PlanQuery, PredictionPage, RunPage, RunQuery, SummaryLine
 from autobatch.service.api import COOKIE, This, find_token
 from autobatch.service.auth import Role, Token
 from autobatch.service.comparison import summarise_groups
@@ -75,8 +74,8 @@ def show_fleet(request: Request, service: This, token: Visitor) -> Response:
 @router.get("/runs")
 def show_runs(query: Annotated[RunQuery, Query()], request: Request, service: This, token: Visitor) -> Response:
     live = [] if query.after or query.filters else service.store.live_runs()[:_MOST_LIVE]
-    runs, following = service.store.list_runs(query)
-    return _page(request, token, "runs.html", live=live, runs=runs, query=query, more=_more(following, query))
+    found = service.store.list_runs(query)
+    return _page(request, token, "runs.html", live=live, **_listed(found, query))
 
 
 @router.get("/runs/{run_id}")
@@ -89,14 +88,13 @@ def show_run(run_id: Id, request: Request, service: This, token: Visitor) -> Res
 
 @router.get("/plans")
 def show_plans(query: Annotated[PlanQuery, Query()], request: Request, service: This, token: Visitor) -> Response:
-    plans, following = service.store.list_plans(query)
-    return _page(request, token, "plans.html", plans=plans, query=query, more=_more(following, query))
+    return _page(request, token, "plans.html", **_listed(service.store.list_plans(query), query))
 
 
 @router.get("/plans/{plan_id}")
 def show_plan(plan_id: Id, request: Request, service: This, token: Visitor) -> Response:
     host, plan = service.store.find_plan(plan_id)
-    runs, _ = service.store.list_runs(RunQuery(plan_id=plan_id))
+    runs = service.store.list_runs(RunQuery(plan_id=plan_id)).runs
     report = Markup(_report(plan_id, plan.model_dump_json()))  # noqa: S704 - the report has escaped it
     values: dict[str, Any] = {"host": host, "runs": runs, "report": report, "most_trials": _MOST_TRIALS}
     return _page(request, token, "plan.html", plan_id=plan_id, plan=plan, **values)
@@ -115,17 +113,18 @@ def show_comparison(
 
 @router.get("/predictions")
 def show_predictions(query: Annotated[PageQuery, Query()], request: Request, service: This, token: Visitor) -> Response:
-    predictions, following = service.store.list_predictions(query)
-    values: dict[str, Any] = {"errors": summarise_groups(service.store.comparisons()), "predictions": predictions}
-    return _page(request, token, "predictions.html", **values, query=query, more=_more(following, query))
+    errors = summarise_groups(service.store.comparisons())
+    return _page(
+        request, token, "predictions.html", errors=errors, **_listed(service.store.list_predictions(query), query)
+    )
 
 
 @router.get("/search")
 def search(request: Request, service: This, token: Visitor, q: Annotated[Name, Query()] = "") -> Response:
     """Look for a part of an id, or of a model's, a device's or a computer's name."""
     queries = [{"limit": _FOUND, column: q} for column in ("id", "model", "device", "host")] if q else []
-    found_plans = (service.store.list_plans(PlanQuery.model_validate(query))[0] for query in queries)
-    found_runs = (service.store.list_runs(RunQuery.model_validate(query))[0] for query in queries)
+    found_plans = (service.store.list_plans(PlanQuery.model_validate(query)).plans for query in queries)
+    found_runs = (service.store.list_runs(RunQuery.model_validate(query)).runs for query in queries)
     plans = {plan.id: plan for found in found_plans for plan in found}
     runs = {run.id: run for found in found_runs for run in found}
     return _page(request, token, "search.html", q=q, plans=list(plans.values()), runs=list(runs.values()))
@@ -185,22 +184,9 @@ def log_out() -> Response:
     return answer
 
 
-@router.get("/static/style.css")
+@router.get("/style.css")
 def show_style() -> Response:
     return Response(_environment().get_template("style.css").render(), media_type="text/css")
-
-
-@router.get("/static/page.js")
-def show_script() -> Response:
-    script = (files("autobatch.service") / "static" / "page.js").read_text(encoding="utf-8")
-    return Response(script, media_type="text/javascript")
-
-
-@router.get("/favicon.ico")
-def show_icon() -> Response:
-    bars = '<path fill="#0969da" d="M0 5h2v3H0zm3-3h2v6H3zm3-2h2v8H6z"/>'
-    icon = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 8 8">{bars}</svg>'
-    return Response(icon, media_type="image/svg+xml")
 
 
 def show_error(request: Request, status: int, detail: str) -> Response:
@@ -258,9 +244,10 @@ def _draw_report(_plan_id: str, content: str) -> str:
     return render_fragment(plan)
 
 
-def _more(following: str | None, query: PageQuery) -> str:
-    """Return the query of the next page; empty if there is none."""
-    return f"?{urlencode(query.filters | {'after': following})}" if following else ""
+def _listed(found: PlanPage | RunPage | PredictionPage, query: PageQuery) -> dict[str, Any]:
+    """Return a list, what was asked for, and the query of the next page; that is empty if there is none."""
+    more = f"?{urlencode(query.filters | {'after': found.next})}" if found.next else ""
+    return {**dict(found), "query": query, "more": more}
 
 
 def _page(request: Request, token: Token | None, template: str, *, status: int = 200, **values: Any) -> Response:

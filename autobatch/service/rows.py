@@ -125,7 +125,7 @@ class Rows:
         line: type[_Line],
         wanted: Sequence[ColumnElement[bool]],
         page: PageQuery,
-    ) -> tuple[list[_Line], str | None]:
+    ) -> tuple[tuple[_Line, ...], str | None]:
         """Return a page, the newest first, from behind a place, and the place of the next one."""
         columns = _columns(table)
         place = tuple_(columns[moment], columns["id"])  # a row value uses the index, an OR would not
@@ -134,7 +134,7 @@ class Rows:
         with self.database.read() as connection:
             rows = connection.execute(query).mappings().all()
         following = f"{rows[-1][moment]!r}_{rows[-1]['id']}" if len(rows) == page.limit else None
-        return [line.model_validate(dict(row)) for row in rows], following
+        return tuple(line.model_validate(dict(row)) for row in rows), following
 
 
 def delete_rows(

@@ -11,7 +11,7 @@ from typing import Any, cast
 from sqlalchemy import BigInteger, Connection, Double, Table, bindparam, case, func, select, update
 from sqlalchemy.sql import ColumnElement
 
-from autobatch.service.answers import Card, CardRun, Machine, RunLine, RunOut, RunQuery, SummaryLine
+from autobatch.service.answers import Card, CardRun, Machine, RunLine, RunOut, RunPage, RunQuery, SummaryLine
 from autobatch.service.comparison import card_key
 from autobatch.service.database import Database
 from autobatch.service.records import CardReading, RunEnd, RunIn, RunSummary
@@ -123,10 +123,11 @@ class RunRows(Rows):
             raise NotFound(f"no run has the id {run_id}")
         return False
 
-    def list_runs(self, query: RunQuery = _ALL) -> tuple[list[RunLine], str | None]:
+    def list_runs(self, query: RunQuery = _ALL) -> RunPage:
         wanted = [*self.find_parts(RunRow, "started_at", query.parts), *_STATES[query.state]]
         wanted += [RunRow.plan_id == query.plan_id] if query.plan_id else []
-        return self.read_page(RunRow, "started_at", RunLine, wanted, query)
+        runs, following = self.read_page(RunRow, "started_at", RunLine, wanted, query)
+        return RunPage(runs=runs, next=following)
 
     def live_runs(self, seen_after: float = 0.0) -> list[RunLine]:
         """Return the live runs, the nearest to their limit first; also the silent ones that were seen after a time."""
