@@ -25,7 +25,7 @@ Id = Annotated[str, mapped_column(String(64))]
 Name = Annotated[str, mapped_column(String(200), default="")]
 Number = Annotated[int, mapped_column(BigInteger, autoincrement=False, default=0)]
 Moment = Annotated[float, mapped_column(Double, default=0.0)]
-Content = Annotated[str, mapped_column(Text)]
+Content = Annotated[str, mapped_column(Text, default="[]")]
 
 
 class TokenRow(Base):
@@ -119,6 +119,8 @@ class RunRow(Base):
     micro_batch_size: Mapped[Number]
     last_bytes: Mapped[Number]  # peak in the last summary
     peak_bytes: Mapped[Number]  # the most of all summaries
+    ranks: Mapped[Content]  # computer and device of each of several ranks
+    rank_peaks: Mapped[Content]  # their peaks in the last summary
     outcome: Mapped[str] = mapped_column(String(200))
     ended_at: Mapped[Moment]  # 0: it has not ended
     reason: Mapped[str] = mapped_column(String(500), default="")

@@ -192,3 +192,23 @@ def test_a_long_run_is_shown_from_its_beginning(service, client, monkeypatch):
     page = client.get("/runs/r1", headers=cookie).text
     assert "Each line joins 3 summaries" in page
     assert "The highest peak of each 3 summaries" in page
+
+
+def test_a_run_of_several_ranks_shows_each(service, client):
+    """Computer, device and the peak in the last summary."""
+    ranks = [{"host": f"node{rank // 2}", "device": "NVIDIA L4"} for rank in range(4)]
+    post(client, "/runs", make_run_in(world_size=4, ranks=ranks))
+    assert [rank["last_bytes"] for rank in get(client, "/runs/r1")["ranks"]] == [0] * 4
+    for number in range(2):
+        post(
+            client, "/runs/r1/summaries", make_summary(number, rank_peaks=[GIB * (rank + number) for rank in range(4)])
+        )
+    found = get(client, "/runs/r1")["ranks"]
+    assert [(rank["host"], rank["last_bytes"] // GIB) for rank in found] == [
+        ("node0", 1),
+        ("node0", 2),
+        ("node1", 3),
+        ("node1", 4),
+    ]
+    cookie = {"Cookie": f"autobatch_token={service.tokens.create('one', 'reader')}"}
+    assert 'aria-label="Ranks"' in client.get("/runs/r1", headers=cookie).text
