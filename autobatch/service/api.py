@@ -26,7 +26,7 @@ from autobatch.service.store import Kind
 COOKIE = "autobatch_token"
 _MOST_STREAMS, _MOST_STREAMS_OF_ONE = 500, 20
 _LOOK_EVERY_S = 1.0
-_KEEP_ALIVE_EVERY = 15  # looks
+_REFRESH_EVERY = 15  # looks
 _NO_TOKEN = "pass a valid token: Authorization: Bearer abt_..."  # noqa: S105 - a message
 
 _problems: dict[int | str, dict[str, Any]] = {
@@ -199,7 +199,7 @@ def send_test(service: This, _: Admin) -> answers.AlertTested:
 
 @router.get("/events", response_class=StreamingResponse)
 async def stream_events(service: This, token: Reader) -> StreamingResponse:
-    """Send an event whenever something was written; a page then asks for what it shows."""
+    """Send an event when something was written, and now and then; a page then asks for what it shows."""
     if sum(service.streams.values()) >= _MOST_STREAMS or service.streams[token.hash] >= _MOST_STREAMS_OF_ONE:
         raise HTTPException(503, "too many pages are open", {"Retry-After": "30"})
     return StreamingResponse(_watch(service, token.hash), media_type="text/event-stream")
@@ -210,12 +210,11 @@ async def _watch(service: Service, whose: str) -> AsyncIterator[str]:
     try:
         seen, quiet = -1, 0
         while not service.closing.is_set():
-            changes = service.database.changes
-            if changes != seen:
-                yield f"event: runs\ndata: {changes}\n\n"
-                seen, quiet = changes, 0
-            elif (quiet := quiet + 1) % _KEEP_ALIVE_EVERY == 0:
-                yield ": nothing new\n\n"
+            # Also when nothing was written here: runs fall silent, and another server may write to this database.
+            quiet = 0 if service.database.changes != seen else quiet + 1
+            if quiet % _REFRESH_EVERY == 0:
+                seen = service.database.changes
+                yield f"event: runs\ndata: {seen}\n\n"
             try:
                 await asyncio.wait_for(service.closing.wait(), _LOOK_EVERY_S)
             except asyncio.TimeoutError:

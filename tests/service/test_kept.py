@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import time
+import urllib.request
 
 import pytest
-from services import FINGERPRINT, GIB, get, make_card, make_plan_in, make_prediction, make_run_in, make_summary, post
+from services import (
+    FINGERPRINT,
+    GIB,
+    get,
+    make_card,
+    make_plan_in,
+    make_prediction,
+    make_run_in,
+    make_summary,
+    post,
+    run_in_thread,
+)
 from sqlalchemy import func, select
 
 from autobatch.ledger import store as ledger_store
@@ -172,6 +184,18 @@ def test_silent_runs_are_not_live(service, client, at):
     assert ("OldNet" in silent, "OldNet" in now[now.index('aria-label="Runs now"') :]) == (True, False)
     assert "/runs/old" in client.get("/runs?state=silent", headers=cookie).text
     assert "/runs/old" not in client.get("/runs?state=live", headers=cookie).text
+
+
+def test_pages_ask_again_though_nothing_was_written(service, monkeypatch):
+    """A run falls silent without a word, and another server may write to the same database."""
+    monkeypatch.setattr("autobatch.service.api._LOOK_EVERY_S", 0.01)
+    token = service.tokens.create("one", "reader")
+    with run_in_thread(service) as address:
+        request = urllib.request.Request(f"{address}/api/v1/events", headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=10) as stream:
+            lines = [stream.readline() for _ in range(12)]
+    assert lines[::3] == [b"event: runs\n"] * 4
+    assert len(set(lines[1::3])) < 4  # at most the use of the token was written
 
 
 def test_a_long_run_is_shown_from_its_beginning(service, client, monkeypatch):
