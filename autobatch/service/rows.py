@@ -9,28 +9,18 @@ from typing import Any, TypeVar, cast
 from sqlalchemy import Connection, Table, delete, literal, select, tuple_
 from sqlalchemy.sql import ColumnElement
 
+from autobatch.service import tables
 from autobatch.service.answers import PageQuery
 from autobatch.service.database import Database
 from autobatch.service.records import Record
-from autobatch.service.tables import (
-    AlertRow,
-    Base,
-    ForgottenRow,
-    NameRow,
-    PeakRow,
-    PlanRow,
-    PredictionRow,
-    ReadingRow,
-    RunRow,
-    SummaryRow,
-)
+from autobatch.service.tables import Base, ForgottenRow, NameRow, PeakRow
 
 _LONGEST_NAME = 200
 _MOST_FOUND = 1000  # names or ids with a part in them
 _PARTS: dict[type[Base], tuple[Any, ...]] = {
-    PlanRow: (PeakRow.source_id,),
-    RunRow: (SummaryRow.run_id, ReadingRow.run_id, AlertRow.run_id, PeakRow.source_id),
-    PredictionRow: (),
+    tables.PlanRow: (PeakRow.source_id,),
+    tables.RunRow: (tables.SummaryRow.run_id, tables.ReadingRow.run_id, tables.AlertRow.run_id, PeakRow.source_id),
+    tables.PredictionRow: (),
 }
 _SEARCHED = ("model", "device", "host")
 _Line = TypeVar("_Line", bound=Record)

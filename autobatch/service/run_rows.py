@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import Any, cast
 
 from sqlalchemy import BigInteger, Connection, Double, Table, Text, bindparam, case, func, select, update
@@ -169,7 +169,7 @@ class RunRows(Rows):
         )
         ranks, peaks = json.loads(run.pop("ranks")), json.loads(run.pop("rank_peaks"))
         places = tuple(
-            RankLine(**place, last_bytes=peak) for place, peak in zip_longest(ranks, peaks[: len(ranks)], fillvalue=0)
+            RankLine(**place, last_bytes=peaks[rank] if rank < len(peaks) else 0) for rank, place in enumerate(ranks)
         )
         return RunOut(run=RunLine.model_validate(run), ranks=places, joined=joined, summaries=summaries)
 
