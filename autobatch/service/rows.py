@@ -92,7 +92,7 @@ class Rows:
     def find_parts(self, table: type[Base], moment: str, parts: Mapping[str, str]) -> list[ColumnElement[bool]]:
         """Return conditions: each of these columns has this part in it, in any case.
 
-        Names are searched in their short table, ids in an index. What is found stands in the query itself, so that
+        Names are searched in their short table, ids in an index. The query then lists what was found, so that
         PostgreSQL's planner knows how many rows have it.
         """
         columns, conditions = _columns(table), []
