@@ -153,15 +153,25 @@ class SummaryLine(Record):
     setbacks: tuple[RunSetback, ...] = ()
 
 
+class RankLine(Record):
+    """The computer and the device of one rank, and its peak in the last summary; 0 if unknown."""
+
+    host: str
+    device: str
+    last_bytes: int
+
+
 class RunOut(Record):
     """One run from its beginning to its end, the oldest first: at most a thousand lines.
 
     Attributes:
+        ranks: The ranks, by their number; empty with one rank.
         joined: Number of summaries in a line; 1 if each has its own.
         summaries: The lines, with the newest setbacks.
     """
 
     run: RunLine
+    ranks: tuple[RankLine, ...]
     joined: int
     summaries: tuple[SummaryLine, ...]
 

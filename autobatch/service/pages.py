@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from importlib.resources import files
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import parse_qs, urlencode
 
@@ -22,7 +21,7 @@ from autobatch.report.difference import diff_plans
 from autobatch.report.html import make_environment, render_fragment
 from autobatch.report.pictures import PALETTE
 from autobatch.service.alerts import NEAR, WATCHED_S
-from autobatch.service.answers import PageQuery, PlanQuery, RunQuery, SummaryLine
+from autobatch.service.answers import PageQuery, PlanPage, PlanQuery, PredictionPage, RunPage, RunQuery, SummaryLine
 from autobatch.service.api import COOKIE, This, find_token
 from autobatch.service.auth import Role, Token
 from autobatch.service.comparison import summarise_groups
@@ -47,117 +46,123 @@ class LoginNeeded(Exception):
     """The browser has no valid cookie."""
 
 
-def _visitor(request: Request, service: This) -> Token:
+class _Page(NamedTuple):
+    """Renders a template for whoever asks; ``token`` is ``None`` before the login."""
+
+    request: Request
+    token: Token | None
+
+    def __call__(self, template: str, *, status: int = 200, **values: Any) -> Response:
+        is_open = self.token is not None and not self.token.hash
+        shared = {"path": self.request.url.path, "token": self.token, "is_open": is_open, "near": NEAR}
+        text = _environment().get_template(template).render(shared | values | {"status": status})
+        return HTMLResponse(text.encode("utf-8", "replace"), status)
+
+
+def _visitor(request: Request, service: This) -> _Page:
     token = find_token(request, service, None)
     if token is None:
         raise LoginNeeded
-    return token
+    return _Page(request, token)
 
 
-Visitor = Annotated[Token, Depends(_visitor)]
+Page = Annotated[_Page, Depends(_visitor)]
 
 
-def _admin(token: Visitor) -> Token:
-    if token.level < Role.admin:
+def _admin(page: Page) -> _Page:
+    if page.token is None or page.token.level < Role.admin:
         raise HTTPException(403, "only an admin may do this")
-    return token
+    return page
 
 
-Admin = Annotated[Token, Depends(_admin)]
+AdminPage = Annotated[_Page, Depends(_admin)]
 
 
 @router.get("/")
-def show_fleet(request: Request, service: This, token: Visitor) -> Response:
-    machines, runs = service.store.machines(), service.store.live_runs(time.time() - WATCHED_S)
-    return _page(request, token, "fleet.html", machines=machines, runs=runs)
+def show_fleet(service: This, page: Page) -> Response:
+    runs = service.store.live_runs(time.time() - WATCHED_S)
+    return page("fleet.html", machines=service.store.machines(), runs=runs)
 
 
 @router.get("/runs")
-def show_runs(query: Annotated[RunQuery, Query()], request: Request, service: This, token: Visitor) -> Response:
+def show_runs(query: Annotated[RunQuery, Query()], service: This, page: Page) -> Response:
     live = [] if query.after or query.filters else service.store.live_runs()[:_MOST_LIVE]
-    runs, following = service.store.list_runs(query)
-    return _page(request, token, "runs.html", live=live, runs=runs, query=query, more=_more(following, query))
+    return page("runs.html", live=live, **_listed(service.store.list_runs(query), query))
 
 
 @router.get("/runs/{run_id}")
-def show_run(run_id: Id, request: Request, service: This, token: Visitor) -> Response:
+def show_run(run_id: Id, service: This, page: Page) -> Response:
     found = service.store.find_run(run_id)
     setbacks = [setback for line in found.summaries for setback in line.setbacks][-_MOST_SETBACKS:]
     chart = chart_memory(found.summaries, found.run.limit_bytes)
-    return _page(request, token, "run.html", **dict(found), chart=chart, setbacks=setbacks)
+    return page("run.html", **dict(found), chart=chart, setbacks=setbacks)
 
 
 @router.get("/plans")
-def show_plans(query: Annotated[PlanQuery, Query()], request: Request, service: This, token: Visitor) -> Response:
-    plans, following = service.store.list_plans(query)
-    return _page(request, token, "plans.html", plans=plans, query=query, more=_more(following, query))
+def show_plans(query: Annotated[PlanQuery, Query()], service: This, page: Page) -> Response:
+    return page("plans.html", **_listed(service.store.list_plans(query), query))
 
 
 @router.get("/plans/{plan_id}")
-def show_plan(plan_id: Id, request: Request, service: This, token: Visitor) -> Response:
+def show_plan(plan_id: Id, service: This, page: Page) -> Response:
     host, plan = service.store.find_plan(plan_id)
-    runs, _ = service.store.list_runs(RunQuery(plan_id=plan_id))
+    runs = service.store.list_runs(RunQuery(plan_id=plan_id)).runs
     report = Markup(_report(plan_id, plan.model_dump_json()))  # noqa: S704 - the report has escaped it
-    values: dict[str, Any] = {"host": host, "runs": runs, "report": report, "most_trials": _MOST_TRIALS}
-    return _page(request, token, "plan.html", plan_id=plan_id, plan=plan, **values)
+    known: dict[str, Any] = {"host": host, "plan_id": plan_id, "plan": plan, "runs": runs}
+    return page("plan.html", **known, report=report, most_trials=_MOST_TRIALS)
 
 
 @router.get("/compare")
-def show_comparison(
-    request: Request, service: This, token: Visitor, first: OptionalId = "", second: OptionalId = ""
-) -> Response:
+def show_comparison(service: This, page: Page, first: OptionalId = "", second: OptionalId = "") -> Response:
     lines: list[str] = []
     if first and second:
         (_, one), (_, other) = service.store.find_plan(first), service.store.find_plan(second)
         lines = diff_plans(one, other, _COLUMNS).splitlines()
-    return _page(request, token, "compare.html", first=first, second=second, lines=lines)
+    return page("compare.html", first=first, second=second, lines=lines)
 
 
 @router.get("/predictions")
-def show_predictions(query: Annotated[PageQuery, Query()], request: Request, service: This, token: Visitor) -> Response:
-    predictions, following = service.store.list_predictions(query)
-    values: dict[str, Any] = {"errors": summarise_groups(service.store.comparisons()), "predictions": predictions}
-    return _page(request, token, "predictions.html", **values, query=query, more=_more(following, query))
+def show_predictions(query: Annotated[PageQuery, Query()], service: This, page: Page) -> Response:
+    errors = summarise_groups(service.store.comparisons())
+    return page("predictions.html", errors=errors, **_listed(service.store.list_predictions(query), query))
 
 
 @router.get("/search")
-def search(request: Request, service: This, token: Visitor, q: Annotated[Name, Query()] = "") -> Response:
+def search(service: This, page: Page, q: Annotated[Name, Query()] = "") -> Response:
     """Look for a part of an id, or of a model's, a device's or a computer's name."""
     queries = [{"limit": _FOUND, column: q} for column in ("id", "model", "device", "host")] if q else []
-    found_plans = (service.store.list_plans(PlanQuery.model_validate(query))[0] for query in queries)
-    found_runs = (service.store.list_runs(RunQuery.model_validate(query))[0] for query in queries)
+    found_plans = (service.store.list_plans(PlanQuery.model_validate(query)).plans for query in queries)
+    found_runs = (service.store.list_runs(RunQuery.model_validate(query)).runs for query in queries)
     plans = {plan.id: plan for found in found_plans for plan in found}
     runs = {run.id: run for found in found_runs for run in found}
-    return _page(request, token, "search.html", q=q, plans=list(plans.values()), runs=list(runs.values()))
+    return page("search.html", q=q, plans=list(plans.values()), runs=list(runs.values()))
 
 
 @router.get("/alerts")
-def show_alerts(request: Request, service: This, token: Visitor) -> Response:
-    has_webhook = service.settings.webhook is not None
-    return _page(request, token, "alerts.html", alerts=service.store.alerts(), has_webhook=has_webhook, tested=None)
+def show_alerts(service: This, page: Page) -> Response:
+    return page("alerts.html", alerts=service.store.alerts(), has_webhook=bool(service.settings.webhook), tested=None)
 
 
 @router.post("/alerts/test")
-def send_test(request: Request, service: This, token: Admin) -> Response:
-    failed = service.alerts.test()
-    values: dict[str, Any] = {"alerts": service.store.alerts(), "has_webhook": service.settings.webhook is not None}
-    return _page(request, token, "alerts.html", **values, tested=failed or "the webhook took the test")
+def send_test(service: This, page: AdminPage) -> Response:
+    tested, alerts = service.alerts.test() or "the webhook took the test", service.store.alerts()
+    return page("alerts.html", alerts=alerts, has_webhook=bool(service.settings.webhook), tested=tested)
 
 
 @router.post("/{kind}/{record_id}/forget")
-def forget(kind: Kind, record_id: Id, service: This, _: Admin) -> Response:
+def forget(kind: Kind, record_id: Id, service: This, _: AdminPage) -> Response:
     service.store.forget(kind, record_id)
     return RedirectResponse(f"/{kind}", 303)
 
 
 @router.get("/api")
-def show_api(request: Request, token: Visitor) -> Response:
-    return _page(request, token, "api.html", schema=request.app.openapi())
+def show_api(page: Page) -> Response:
+    return page("api.html", schema=page.request.app.openapi())
 
 
 @router.get("/login")
 def show_login(request: Request) -> Response:
-    return _page(request, None, "login.html", wrong=False)
+    return _Page(request, None)("login.html", wrong=False)
 
 
 @router.post("/login")
@@ -171,7 +176,7 @@ async def log_in(request: Request, service: This) -> Response:
     text = form.get("token", [""])[0].strip()
     token = await run_in_threadpool(find_token, request, service, text) if text else None
     if token is None:
-        return _page(request, None, "login.html", wrong=True, status=401)
+        return _Page(request, None)("login.html", wrong=True, status=401)
     answer = RedirectResponse("/", 303)
     is_secure = request.url.scheme == "https" or request.headers.get("x-forwarded-proto") == "https"
     answer.set_cookie(COOKIE, text, _COOKIE_S, httponly=True, samesite="strict", secure=is_secure)
@@ -185,27 +190,14 @@ def log_out() -> Response:
     return answer
 
 
-@router.get("/static/style.css")
+@router.get("/style.css")
 def show_style() -> Response:
     return Response(_environment().get_template("style.css").render(), media_type="text/css")
 
 
-@router.get("/static/page.js")
-def show_script() -> Response:
-    script = (files("autobatch.service") / "static" / "page.js").read_text(encoding="utf-8")
-    return Response(script, media_type="text/javascript")
-
-
-@router.get("/favicon.ico")
-def show_icon() -> Response:
-    bars = '<path fill="#0969da" d="M0 5h2v3H0zm3-3h2v6H3zm3-2h2v8H6z"/>'
-    icon = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 8 8">{bars}</svg>'
-    return Response(icon, media_type="image/svg+xml")
-
-
 def show_error(request: Request, status: int, detail: str) -> Response:
     """Return an error as a page."""
-    return _page(request, None, "error.html", status=status, detail=detail)
+    return _Page(request, None)("error.html", status=status, detail=detail)
 
 
 class MemoryChart(NamedTuple):
@@ -258,16 +250,10 @@ def _draw_report(_plan_id: str, content: str) -> str:
     return render_fragment(plan)
 
 
-def _more(following: str | None, query: PageQuery) -> str:
-    """Return the query of the next page; empty if there is none."""
-    return f"?{urlencode(query.filters | {'after': following})}" if following else ""
-
-
-def _page(request: Request, token: Token | None, template: str, *, status: int = 200, **values: Any) -> Response:
-    is_open = token is not None and not token.hash
-    shared = {"path": request.url.path, "token": token, "is_open": is_open, "near": NEAR, "now": time.time()}
-    text = _environment().get_template(template).render(shared | values | {"status": status})
-    return HTMLResponse(text.encode("utf-8", "replace"), status)
+def _listed(found: PlanPage | RunPage | PredictionPage, query: PageQuery) -> dict[str, Any]:
+    """Return a list, what was asked for, and the query of the next page; that is empty if there is none."""
+    more = f"?{urlencode(query.filters | {'after': found.next})}" if found.next else ""
+    return {**dict(found), "query": query, "more": more}
 
 
 @cache

@@ -9,7 +9,15 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.service.answers import Comparison, PageQuery, PlanLine, PlanQuery, PredictionLine
+from autobatch.service.answers import (
+    Comparison,
+    PageQuery,
+    PlanLine,
+    PlanPage,
+    PlanQuery,
+    PredictionLine,
+    PredictionPage,
+)
 from autobatch.service.comparison import card_key, card_keys, predicted_bytes
 from autobatch.service.records import PlanIn, PredictionIn
 from autobatch.service.rows import NotFound, Rows, cut
@@ -51,9 +59,10 @@ class PlanRows(Rows):
 
         return self.add(PlanRow, row, add_peaks)
 
-    def list_plans(self, query: PlanQuery = _ALL) -> tuple[list[PlanLine], str | None]:
+    def list_plans(self, query: PlanQuery = _ALL) -> PlanPage:
         wanted = self.find_parts(PlanRow, "made_at", query.parts)
-        return self.read_page(PlanRow, "made_at", PlanLine, wanted, query)
+        plans, following = self.read_page(PlanRow, "made_at", PlanLine, wanted, query)
+        return PlanPage(plans=plans, next=following)
 
     def find_plan(self, plan_id: str) -> tuple[str, PlanRecord]:
         """Return a plan's host and the plan."""
@@ -82,9 +91,10 @@ class PlanRows(Rows):
         row |= {"made_at": sent.made_at or time.time(), "added_at": time.time(), "content": sent.model_dump_json()}
         return self.add(PredictionRow, row)
 
-    def list_predictions(self, query: PageQuery = _ALL) -> tuple[list[PredictionLine], str | None]:
+    def list_predictions(self, query: PageQuery = _ALL) -> PredictionPage:
         wanted = self.find_parts(PredictionRow, "made_at", query.parts)
-        return self.read_page(PredictionRow, "made_at", PredictionLine, wanted, query)
+        predictions, following = self.read_page(PredictionRow, "made_at", PredictionLine, wanted, query)
+        return PredictionPage(predictions=predictions, next=following)
 
     def comparisons(self) -> list[Comparison]:
         """Return each prediction beside each plan or run of its step, at the size that took the most beyond it.

@@ -7,10 +7,12 @@ Each record has an id (a summary has the run and its number). The service stores
 admin has forgotten it, it answers 201 with ``new`` false. So a client hands in again whatever it has no answer for.
 A run belongs to the token that began it, by the token's name.
 
-An error is a JSON object (RFC 9457, ``application/problem+json``) with ``title``, ``status`` and ``detail``, one line.
-409 and 422: this record will never be taken, so drop it. 409 has two causes: another token began the run, or the
-summary's number is far higher than the run's age in seconds. 401 and 403: the token is wrong. All else says nothing
-about the record: hand it in again later, after ``Retry-After`` seconds if the answer has that.
+An error is a JSON object (RFC 9457, ``application/problem+json``) with ``title``, ``status`` and ``detail``, one line:
+
+- 409 and 422: the service will never take this record, so drop it. 409 has two causes: another token began the run, or
+  the summary's number is far higher than the run's age in seconds.
+- 401 and 403: the token is wrong.
+- All else says nothing about the record: hand it in again later, after ``Retry-After`` seconds if the answer has that.
 """
 
 from __future__ import annotations
@@ -41,7 +43,6 @@ Line = Annotated[str, StringConstraints(strict=True, max_length=500, pattern=f"^
 Whole = Annotated[int, Field(strict=True, ge=0, le=2**53 - 1)]  # JavaScript holds these exactly
 Difference53 = Annotated[int, Field(strict=True, ge=-(2**53 - 1), le=2**53 - 1)]
 Share = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False)]
-Rate = Annotated[float, Field(strict=True, ge=0, le=1e15, allow_inf_nan=False)]
 
 
 class Record(records.Record):

@@ -6,31 +6,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, Table, delete, literal, select, tuple_
+from sqlalchemy import Connection, Table, delete, false, literal, select, tuple_
 from sqlalchemy.sql import ColumnElement
 
+from autobatch.service import tables
 from autobatch.service.answers import PageQuery
 from autobatch.service.database import Database
 from autobatch.service.records import Record
-from autobatch.service.tables import (
-    AlertRow,
-    Base,
-    ForgottenRow,
-    NameRow,
-    PeakRow,
-    PlanRow,
-    PredictionRow,
-    ReadingRow,
-    RunRow,
-    SummaryRow,
-)
+from autobatch.service.tables import Base, ForgottenRow, NameRow, PeakRow
 
 _LONGEST_NAME = 200
 _MOST_FOUND = 1000  # names or ids with a part in them
 _PARTS: dict[type[Base], tuple[Any, ...]] = {
-    PlanRow: (PeakRow.source_id,),
-    RunRow: (SummaryRow.run_id, ReadingRow.run_id, AlertRow.run_id, PeakRow.source_id),
-    PredictionRow: (),
+    tables.PlanRow: (PeakRow.source_id,),
+    tables.RunRow: (tables.SummaryRow.run_id, tables.ReadingRow.run_id, tables.AlertRow.run_id, PeakRow.source_id),
+    tables.PredictionRow: (),
 }
 _SEARCHED = ("model", "device", "host")
 _Line = TypeVar("_Line", bound=Record)
@@ -102,7 +92,7 @@ class Rows:
     def find_parts(self, table: type[Base], moment: str, parts: Mapping[str, str]) -> list[ColumnElement[bool]]:
         """Return conditions: each of these columns has this part in it, in any case.
 
-        Names are searched in their short table, ids in an index. What is found stands in the query itself, so that
+        Names are searched in their short table, ids in an index. The query then lists what was found, so that
         PostgreSQL's planner knows how many rows have it.
         """
         columns, conditions = _columns(table), []
@@ -115,7 +105,7 @@ class Rows:
                     is_like = NameRow.folded.contains(part.casefold(), autoescape=True)
                     query = select(NameRow.name).where(NameRow.kind == name, is_like)
                 found = connection.execute(query.limit(_MOST_FOUND)).scalars().all()
-                conditions.append(columns[name].in_(found))
+                conditions.append(columns[name].in_(found) if found else false())  # SQLite reads all for IN ()
         return conditions
 
     def read_page(
@@ -125,7 +115,7 @@ class Rows:
         line: type[_Line],
         wanted: Sequence[ColumnElement[bool]],
         page: PageQuery,
-    ) -> tuple[list[_Line], str | None]:
+    ) -> tuple[tuple[_Line, ...], str | None]:
         """Return a page, the newest first, from behind a place, and the place of the next one."""
         columns = _columns(table)
         place = tuple_(columns[moment], columns["id"])  # a row value uses the index, an OR would not
@@ -134,7 +124,7 @@ class Rows:
         with self.database.read() as connection:
             rows = connection.execute(query).mappings().all()
         following = f"{rows[-1][moment]!r}_{rows[-1]['id']}" if len(rows) == page.limit else None
-        return [line.model_validate(dict(row)) for row in rows], following
+        return tuple(line.model_validate(dict(row)) for row in rows), following
 
 
 def delete_rows(

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, cast
 
-from sqlalchemy import BigInteger, Connection, Double, Table, bindparam, case, func, select, update
+from sqlalchemy import BigInteger, Connection, Double, Table, Text, bindparam, case, func, select, update
 from sqlalchemy.sql import ColumnElement
 
-from autobatch.service.answers import Card, CardRun, Machine, RunLine, RunOut, RunQuery, SummaryLine
+from autobatch.service.answers import Card, CardRun, Machine, RankLine, RunLine, RunOut, RunPage, RunQuery, SummaryLine
 from autobatch.service.comparison import card_key
 from autobatch.service.database import Database
 from autobatch.service.records import CardReading, RunEnd, RunIn, RunSummary
@@ -51,6 +51,7 @@ _UPDATE_RUN = (
             ),
             "summaries": _NUMBER + 1,
             "last_bytes": _PEAK,
+            "rank_peaks": bindparam("rank_peaks", type_=Text),
             "peak_bytes": case((_RUNS.c.peak_bytes > _PEAK, _RUNS.c.peak_bytes), else_=_PEAK),
             **{name: bindparam(f"new_{name}", type_=_RUNS.c[name].type) for name in _TOTALS},
         }
@@ -69,7 +70,8 @@ class RunRows(Rows):
     def add_run(self, sent: RunIn, owner: str = "") -> bool:
         device = sent.cards[0].name if sent.cards else ""
         seen_at = _seen_at(sent.started_at, sent.cards)
-        row = sent.model_dump(exclude={"cards", "version"})  # all else has a column
+        row = sent.model_dump(exclude={"cards", "ranks", "version"})  # all else has a column
+        row["ranks"] = json.dumps([rank.model_dump() for rank in sent.ranks])
         row |= {"device": device, "card_key": card_key(device), "first_size": sent.micro_batch_size}
         row |= {"owner": owner, "outcome": "running", "added_at": time.time(), "seen_at": seen_at}
         return self.add(RunRow, row, lambda one: self._note_cards(one, sent.id, sent.host, sent.cards, seen_at))
@@ -81,6 +83,7 @@ class RunRows(Rows):
         seen_at = _seen_at(sent.at, sent.cards)
         latest: dict[str, Any] = {f"new_{name}": getattr(sent, name) for name in _TOTALS}
         latest |= {"run": run_id, "number": sent.number, "peak": sent.held_bytes or sent.peak_bytes, "now": seen_at}
+        latest["rank_peaks"] = json.dumps(sent.rank_peaks)
 
         def write(connection: Connection) -> bool:
             run = connection.execute(_RUN_OF_SUMMARY, {"run": run_id}).first()
@@ -123,10 +126,11 @@ class RunRows(Rows):
             raise NotFound(f"no run has the id {run_id}")
         return False
 
-    def list_runs(self, query: RunQuery = _ALL) -> tuple[list[RunLine], str | None]:
+    def list_runs(self, query: RunQuery = _ALL) -> RunPage:
         wanted = [*self.find_parts(RunRow, "started_at", query.parts), *_STATES[query.state]]
         wanted += [RunRow.plan_id == query.plan_id] if query.plan_id else []
-        return self.read_page(RunRow, "started_at", RunLine, wanted, query)
+        runs, following = self.read_page(RunRow, "started_at", RunLine, wanted, query)
+        return RunPage(runs=runs, next=following)
 
     def live_runs(self, seen_after: float = 0.0) -> list[RunLine]:
         """Return the live runs, the nearest to their limit first; also the silent ones that were seen after a time."""
@@ -139,7 +143,8 @@ class RunRows(Rows):
     def find_run(self, run_id: str) -> RunOut:
         """Return a run with its course, in at most a thousand lines: each then joins the same number of summaries."""
         its = SummaryRow.run_id == run_id
-        its_run = select(*columns_of(RunRow, RunLine), RunRow.summaries).where(RunRow.id == run_id)
+        its_run = select(*columns_of(RunRow, RunLine), RunRow.summaries, RunRow.ranks, RunRow.rank_peaks)
+        its_run = its_run.where(RunRow.id == run_id)
         newest = select(SummaryRow.number, SummaryRow.content).where(its, SummaryRow.content != "[]")
         newest = newest.order_by(SummaryRow.number.desc()).limit(_MOST_SETBACKS)
         highest = [
@@ -162,7 +167,11 @@ class RunRows(Rows):
         summaries = tuple(
             SummaryLine.model_validate({**row, "setbacks": setbacks.get(row["number"] // joined, [])}) for row in rows
         )
-        return RunOut(run=RunLine.model_validate(run), joined=joined, summaries=summaries)
+        ranks, peaks = json.loads(run.pop("ranks")), json.loads(run.pop("rank_peaks"))
+        places = tuple(
+            RankLine(**place, last_bytes=peaks[rank] if rank < len(peaks) else 0) for rank, place in enumerate(ranks)
+        )
+        return RunOut(run=RunLine.model_validate(run), ranks=places, joined=joined, summaries=summaries)
 
     def cards(self) -> list[Card]:
         """Return each card that a run has read in the last hour, with the live runs on it."""

@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse, Response
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.staticfiles import StaticFiles
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from autobatch._formatting import is_one_line
@@ -51,6 +52,7 @@ def make_app(service: Service) -> FastAPI:
     app.state.service = service
     app.include_router(router)
     app.include_router(page_router)
+    app.mount("/static", StaticFiles(packages=[("autobatch.service", "static")]))
     app.get("/healthz", include_in_schema=False)(_check_health)
     app.include_router(metrics_router)
     known = (HTTPException, RequestValidationError, LoginNeeded, NotFound, Conflict, Busy, SQLAlchemyError)

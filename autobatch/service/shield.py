@@ -7,6 +7,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Collection
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
@@ -19,22 +20,6 @@ from autobatch.service.records import LARGEST_BODY
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _MOST_ADDRESSES = 10_000
 _BODY_WITHIN_S = 30.0
-_TITLES = {
-    400: "Bad request",
-    401: "Not authenticated",
-    403: "Not allowed",
-    404: "Not found",
-    405: "Method not allowed",
-    408: "Too slow",
-    409: "Conflict",
-    413: "Too large",
-    415: "Wrong type",
-    421: "Another server",
-    422: "Not valid",
-    429: "Too many requests",
-    500: "Internal error",
-    503: "Not available",
-}
 _HEADERS = {
     b"x-content-type-options": b"nosniff",
     b"x-frame-options": b"DENY",
@@ -49,7 +34,7 @@ _HEADERS = {
 
 def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> Response:
     """Return an error as RFC 9457 has it, in one line."""
-    content = {"type": "about:blank", "title": _TITLES.get(status, "Error"), "status": status, "detail": detail}
+    content = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
     return Response(json.dumps(content), status, headers, "application/problem+json")
 
 

@@ -40,9 +40,9 @@ class Store(PlanRows, RunRows):
     def prune(self, before: float) -> dict[Kind, int]:
         """Delete what nobody needs, and return how much of it. A client may hand it in again.
 
-        Runs go that were last seen before this time, and predictions of before that nothing was measured beside. Of
-        each fingerprint the newest plans stay, as many as in a local ledger, and those with a run. The peaks of runs
-        stay, since the gate's margin rests on them.
+        It deletes runs that were last seen before this time, and older predictions that nothing was measured beside.
+        The newest plans of each fingerprint stay, as many as in a local ledger, and those with a run. The peaks of
+        runs stay, since the gate's margin rests on them.
         """
         newest_first = (PlanRow.added_at.desc(), PlanRow.id.desc())
         turn = func.row_number().over(partition_by=(PlanRow.fingerprint, PlanRow.rank), order_by=newest_first)

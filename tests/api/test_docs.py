@@ -196,7 +196,7 @@ def test_each_command_that_is_shown_is_known(
     """Its name is a command, and its options are in that command's help."""
     name, *arguments = shlex.split(line)
     monkeypatch.setenv("COLUMNS", "200")
-    within = ("token", "create", "list", "revoke", "backup", "restore")  # commands of `autobatch serve`
+    within = ("token", "create", "list", "revoke", "backup", "restore", "prune")  # commands of `autobatch serve`
     inner = [word for word in arguments if name == "serve" and word in within]
     assert main([name, *inner, "--help"]) == 0, page
     assert {argument for argument in arguments if argument.startswith("--")} <= set(

@@ -86,6 +86,17 @@ def test_a_team_fits_once_and_sees_its_runs(server, service, tmp_path, monkeypat
     assert not [line for line in caplog.messages if "cannot be used" in line or "does not take" in line]
 
 
+def test_a_plan_that_was_forgotten_is_not_pushed_back(server, tmp_path, capsys):
+    """The push is answered, the outbox empties, and the server shows no plan."""
+    assert Ledger.open().remember(make_plan("a1"))
+    wait_for(lambda: server.ask("GET", "/plans")["plans"])
+    server.ask("DELETE", "/plans/a1")
+    assert main(["push"]) == 0
+    assert "1 record handed in" in capsys.readouterr().out
+    assert server.ask("GET", "/plans")["plans"] == []
+    assert not any((tmp_path / "home" / "outbox").iterdir())
+
+
 @pytest.mark.predicts
 def test_the_gate_follows_from_what_the_team_measured(server):
     """A shared prediction meets the peaks of trials on that card, and the margin follows from how far it was off."""

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import time
+import urllib.request
 
 import pytest
-from services import FINGERPRINT, GIB, get, make_card, make_plan_in, make_prediction, make_run_in, make_summary, post
+from services import (
+    FINGERPRINT,
+    GIB,
+    get,
+    make_card,
+    make_plan_in,
+    make_prediction,
+    make_run_in,
+    make_summary,
+    post,
+    run_in_thread,
+)
 from sqlalchemy import func, select
 
 from autobatch.ledger import store as ledger_store
@@ -22,7 +34,7 @@ def count(database, table):
         return connection.execute(select(func.count()).select_from(table)).scalar()
 
 
-def delete(client, path, status):
+def delete(client, path, status=200):
     """Forget a record."""
     assert client.delete(f"/api/v1{path}").status_code == status
 
@@ -32,7 +44,7 @@ def test_what_was_forgotten_stays_away(client, database):
     post(client, "/plans", make_plan_in())
     post(client, "/runs", make_run_in())
     post(client, "/predictions", make_prediction("a1"))
-    delete(client, "/plans/a1", 200)
+    delete(client, "/plans/a1")
     assert post(client, "/plans", make_plan_in()) == {"id": "a1", "new": False}
     assert post(client, "/runs", make_run_in()) == {"id": "r1", "new": False}
     for number in range(2):
@@ -44,7 +56,7 @@ def test_what_was_forgotten_stays_away(client, database):
     assert [count(database, table) for table in (PeakRow, SummaryRow, ReadingRow)] == [0, 0, 0]
     # A prediction may have the id of a plan, and is forgotten alone.
     assert len(get(client, "/predictions")["predictions"]) == 1
-    delete(client, "/predictions/a1", 204)
+    delete(client, "/predictions/a1", 200)
     assert not post(client, "/predictions", make_prediction("a1"))["new"]
     assert get(client, "/predictions")["predictions"] == []
     delete(client, "/plans/a1", 404)
@@ -56,7 +68,7 @@ def test_a_forgotten_run_stays_away(client):
     post(client, "/plans", make_plan_in())
     for name in ("r1", "r2"):
         post(client, "/runs", make_run_in(name))
-    delete(client, "/runs/r1", 204)
+    delete(client, "/runs/r1", 200)
     assert not post(client, "/runs", make_run_in("r1"))["new"]
     assert [run["id"] for run in get(client, "/plans/a1")["runs"]] == ["r2"]
 
@@ -174,6 +186,18 @@ def test_silent_runs_are_not_live(service, client, at):
     assert "/runs/old" not in client.get("/runs?state=live", headers=cookie).text
 
 
+def test_pages_ask_again_though_nothing_was_written(service, monkeypatch):
+    """A run falls silent without a word, and another server may write to the same database."""
+    monkeypatch.setattr("autobatch.service.api._LOOK_EVERY_S", 0.01)
+    token = service.tokens.create("one", "reader")
+    with run_in_thread(service) as address:
+        request = urllib.request.Request(f"{address}/api/v1/events", headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=10) as stream:
+            lines = [stream.readline() for _ in range(12)]
+    assert lines[::3] == [b"event: runs\n"] * 4
+    assert len(set(lines[1::3])) < 4  # at most the use of the token was written
+
+
 def test_a_long_run_is_shown_from_its_beginning(service, client, monkeypatch):
     """Lines join summaries that follow each other, with their highest peak; the page says so."""
     monkeypatch.setattr("autobatch.service.run_rows._MOST_LINES", 4)
@@ -192,3 +216,23 @@ def test_a_long_run_is_shown_from_its_beginning(service, client, monkeypatch):
     page = client.get("/runs/r1", headers=cookie).text
     assert "Each line joins 3 summaries" in page
     assert "The highest peak of each 3 summaries" in page
+
+
+def test_a_run_of_several_ranks_shows_each(service, client):
+    """Computer, device and the peak in the last summary."""
+    ranks = [{"host": f"node{rank // 2}", "device": "NVIDIA L4"} for rank in range(4)]
+    post(client, "/runs", make_run_in(world_size=4, ranks=ranks))
+    assert [rank["last_bytes"] for rank in get(client, "/runs/r1")["ranks"]] == [0] * 4
+    for number in range(2):
+        post(
+            client, "/runs/r1/summaries", make_summary(number, rank_peaks=[GIB * (rank + number) for rank in range(4)])
+        )
+    found = get(client, "/runs/r1")["ranks"]
+    assert [(rank["host"], rank["last_bytes"] // GIB) for rank in found] == [
+        ("node0", 1),
+        ("node0", 2),
+        ("node1", 3),
+        ("node1", 4),
+    ]
+    cookie = {"Cookie": f"autobatch_token={service.tokens.create('one', 'reader')}"}
+    assert 'aria-label="Ranks"' in client.get("/runs/r1", headers=cookie).text

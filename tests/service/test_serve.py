@@ -15,8 +15,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from services import make_run_in
 
 from autobatch.cli.main import main
+from autobatch.service.database import Database
+from autobatch.service.records import RunIn
+from autobatch.service.store import Store
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "team.py"
 
@@ -79,6 +83,20 @@ def test_a_backup_is_whole_or_none(home, capsys, tmp_path):
     code, printed = run(capsys, "serve", "restore", str(tmp_path / "b.db"), "--database", second)
     assert (code, "has rows" in printed) == (1, True)
     assert "one" not in run(capsys, "serve", "token", "list", "--database", second)[1]
+
+
+def test_old_records_are_pruned_by_command(home, capsys):
+    """While another process has the database open; an age that would reach live runs is refused."""
+    run(capsys, "serve", "token", "list")
+    database = Database.open(f"sqlite:///{home / 'service.db'}")
+    old = time.time() - 100 * 86400
+    Store(database).add_run(RunIn.model_validate(make_run_in(started_at=old, cards=[])))
+    for older in ("0d", "0.5d", "90 days", "-90d", ""):
+        assert run(capsys, "serve", "prune", "--older", older)[0] == 2
+    assert run(capsys, "serve", "prune", "--older", "101d") == (0, "0 runs, 0 plans, 0 predictions deleted\n")
+    assert run(capsys, "serve", "prune", "--older", "90") == (0, "1 run, 0 plans, 0 predictions deleted\n")
+    assert run(capsys, "serve", "prune", "--older", "90d") == (0, "0 runs, 0 plans, 0 predictions deleted\n")
+    database.close()
 
 
 @pytest.mark.parametrize(
