@@ -1,8 +1,8 @@
-"""What both adapters need: an attribute that is replaced inside a block, and what a logged number is."""
+"""What both adapters need: an attribute that is replaced inside a block, numbers, and advice for their users."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             del attributes[name]
         else:
             attributes[name] = earlier
+
+
+def advise(reason: object, advice: Mapping[str, str]) -> str:
+    """Return a reason, and for what it names and this library's users cannot write, what they can do."""
+    return str(reason) + "".join(own for named, own in advice.items() if named in str(reason))
 
 
 def is_number(value: Any) -> bool:

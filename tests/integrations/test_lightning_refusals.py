@@ -61,7 +61,7 @@ REFUSED = {
     "manual optimization": (
         {"made": Made(changes={"automatic_optimization": property(lambda _: False, lambda *_: None)}), "clip": None},
         InvalidArgument,
-        r"^Net: manual optimization: your training_step owns the loop; use autobatch\.Runner\(",
+        r"^Net: manual optimization: your training_step owns the loop; let Lightning step the optimizer",
     ),
     "accumulate_grad_batches": (
         {"accumulate_grad_batches": 4},

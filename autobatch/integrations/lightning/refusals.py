@@ -23,7 +23,8 @@ def refuse_unsupported(trainer: Any, module: Any) -> None:
     changing = [kind for kind in (type(one).__name__ for one in trainer.callbacks) if kind in _CHANGES_THE_TARGET]
     if not module.automatic_optimization:
         reason = (
-            "manual optimization: your training_step owns the loop; use autobatch.Runner(...).accumulate(batch) in it"
+            "manual optimization: your training_step owns the loop; let Lightning step the optimizer "
+            "(automatic_optimization = True), or leave this callback out and use autobatch.Runner in training_step"
         )
     elif "dataloader_iter" in inspect.signature(module.training_step).parameters:
         reason = (
@@ -34,7 +35,7 @@ def refuse_unsupported(trainer: Any, module: Any) -> None:
     elif "FSDP" in strategy or "ModelParallel" in strategy:
         reason = (
             f"{strategy} gathers parameters inside the passes, where ranks that run different micro-batches would wait "
-            f"for each other; use strategy='ddp', or autobatch.Runner with fully_shard in your own loop"
+            f"for each other; use strategy='ddp'"
         )
     elif strategy not in _STRATEGIES:
         reason = f"{strategy} is not supported; use one device or strategy='ddp', or plan.settings('lightning')"

@@ -17,7 +17,7 @@ from autobatch.exactness.comparison import samples_differ
 from autobatch.exactness.verification import verify_in_training
 from autobatch.fitting.fit import fit
 from autobatch.fitting.options import Options
-from autobatch.integrations.attributes import replaced
+from autobatch.integrations.attributes import advise, replaced
 from autobatch.integrations.lightning.logs import (
     LogCall,
     ResultsKeeper,
@@ -41,6 +41,11 @@ _log = logging.getLogger("autobatch")
 
 _VERIFIED_AGAIN = (2, 4, 8)
 """Batches that are compared with their parts after the first: its samples may not show what later ones do."""
+
+_ADVICE = {
+    "autobatch.PerStep": " (in Lightning: multiply the term by the count of your autobatch.Sum)",
+    "a dict of losses": " (Lightning takes one loss: use autobatch.Runner in manual optimization)",
+}
 
 
 class Optimization:
@@ -81,6 +86,8 @@ class Optimization:
             self._verify_again(runner, batch)
             self._step.refusal = ""
             self.result = self._run_step(runner, batch)
+        except InexactSplit as error:
+            raise InexactSplit(advise(error, _ADVICE)) from None
         except AutobatchError:
             if not self._step.refusal:
                 raise
@@ -162,7 +169,7 @@ class Optimization:
             return
         if options.fit["check"] == "raise":
             raise InexactSplit(str(verdict))
-        _log.warning("%s", verdict)
+        _log.warning("%s", advise(verdict, _ADVICE))
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from autobatch.batch.samples import Layout, describe
 from autobatch.errors import AutobatchError, InexactSplit
 from autobatch.exactness.determinism import deterministic
 from autobatch.exactness.verification import compare_with_parts, verify
-from autobatch.integrations.attributes import replaced
+from autobatch.integrations.attributes import advise, replaced
 from autobatch.integrations.transformers.cuts import Rows, count_labels
 from autobatch.integrations.transformers.trainer_state import undone
 from autobatch.integrations.transformers.trainer_step import TrainerStep, modes_of_training
@@ -49,10 +49,12 @@ _OF_THE_BATCH = ("all alike", "count for nothing", "is not finite")
 
 _OTHERWISE = "; check='warn' trains anyway"
 _NO_CAUSE = "; if it is a mean over something else, state that with attach(trainer, weigh=...)"
-_NO_PER_STEP = (
-    " (in a Trainer: multiply the term by the micro-batch's share of the labels, the number of its labels / "
-    "num_items_in_batch, in compute_loss)"
-)
+_ADVICE = {
+    "autobatch.PerStep": " (in a Trainer: multiply the term by the micro-batch's share of the labels, the number "
+    "of its labels / num_items_in_batch, in compute_loss)",
+    "a dict of losses": " (a Trainer takes one loss: use autobatch.Runner in a loop of your own)",
+    "autobatch.Sum": " (in a Trainer: return the sum, and leave weigh= out)",
+}
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,8 @@ def find_rule(
     if verdict.unchecked:
         reason = f"{name}: it could not be checked whether this loss can be split: {verdict.unchecked}"
     else:
-        advice = _NO_PER_STEP if "PerStep" in str(verdict) else "" if verdict.causes else _NO_CAUSE
-        reason = f"{name}: no way was found to split this loss exactly: {verdict}{advice}"
+        reason = f"{name}: no way was found to split this loss exactly: {advise(verdict, _ADVICE)}"
+        reason += "" if verdict.causes else _NO_CAUSE
     refuse(check, reason, guess)
     return replace(guess, is_guess=any(one in verdict.unchecked for one in _OF_THE_BATCH))
 
