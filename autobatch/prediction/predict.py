@@ -31,11 +31,9 @@ from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.prediction import Part, Prediction, Strategy
 from autobatch.prediction.prior import read_card
-from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing, trace_savings
-from autobatch.prediction.sizing import Sizing, find_limit
-from autobatch.prediction.tracing.fake_step import Circumstances
+from autobatch.prediction.sizing import Proof, Sizing, find_limit, find_smallest, prove_sizing, trace_savings
 from autobatch.prediction.tracing.ranks import Parallelism, find_units, read_parallelism
-from autobatch.prediction.tracing.trace import explain_loss, trace_timeline
+from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
 from autobatch.step.default_step import default_step

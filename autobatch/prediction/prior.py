@@ -23,10 +23,9 @@ from autobatch.prediction.allocator import simulate
 from autobatch.prediction.cards import GPUS, Gpu, make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.retrace import check_timeline, prove
+from autobatch.prediction.sizing import check_timeline, prove
 from autobatch.prediction.timeline import StepParts, Timeline, find_parts, without_second_micro_batch
-from autobatch.prediction.tracing.fake_step import Circumstances
-from autobatch.prediction.tracing.trace import SIZES, trace_timeline
+from autobatch.prediction.tracing.trace import SIZES, Circumstances, trace_timeline
 from autobatch.step.workload import Workload
 
 _MOST_SECONDS = 15.0  # a longer trace costs more than the trials that it spares

@@ -18,11 +18,9 @@ from autobatch.errors import InvalidArgument
 from autobatch.events import Hook, StageBegan, emit
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.prediction import Change
-from autobatch.prediction.retrace import check_timeline, prove_sizing
-from autobatch.prediction.sizing import Sizing
+from autobatch.prediction.sizing import Sizing, check_timeline, prove_sizing
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.fake_step import Circumstances
-from autobatch.prediction.tracing.trace import trace_timeline
+from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.step.workload import Workload
 
 _FEWEST_BLOCKS = 3

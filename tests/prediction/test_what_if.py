@@ -15,8 +15,7 @@ from workloads import Plain
 import autobatch
 from autobatch.batch.samples import describe
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.tracing.fake_step import Circumstances
-from autobatch.prediction.tracing.trace import trace_timeline
+from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.prediction.what_if import EightBitAdam, _checkpointed, _traced_ways, other_optimizers, repeated_blocks
 from autobatch.step.workload import Workload
 

@@ -23,10 +23,11 @@ from autobatch.integrations.lightning.logs import (
     ResultsKeeper,
     StepMetrics,
     UnknownMetric,
+    combine,
+    join_outputs,
     merge_calls,
 )
 from autobatch.integrations.lightning.module_step import ModuleStep, hook_name
-from autobatch.integrations.lightning.outputs import combine, join_outputs
 from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_target
 from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom

@@ -25,12 +25,12 @@ from autobatch.integrations.transformers.cuts import (
     count_samples,
     take_samples,
 )
-from autobatch.integrations.transformers.known_rules import KnownRules
 from autobatch.integrations.transformers.logs import StepMetrics, TrainerLogs
 from autobatch.integrations.transformers.loss_rule import (
     DIVIDED,
     SAMPLES,
     WEIGHED,
+    KnownRules,
     Reading,
     choose_telling,
     read_loss,

@@ -29,8 +29,7 @@ from autobatch.integrations.transformers.cuts import (
     cuts_for,
     take_samples,
 )
-from autobatch.integrations.transformers.known_rules import KnownRules
-from autobatch.integrations.transformers.loss_rule import SAMPLES, LossRule, find_rule, refuse
+from autobatch.integrations.transformers.loss_rule import SAMPLES, KnownRules, LossRule, find_rule, refuse
 from autobatch.integrations.transformers.trainer_state import AutobatchState, TrainerAttributes
 from autobatch.integrations.transformers.trainer_step import TrainerStep
 from autobatch.memory.device import Device
