@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -204,18 +203,15 @@ def ask_cudnn(convolutions: Iterable[Convolution], architecture: str, multiproce
 
 def _run(arguments: Sequence[str], convolutions: Sequence[Convolution]) -> list[int | None]:
     """Read the version and the answers of one process; an answer is ``None`` if cuDNN has no plan."""
-    questions = "".join(f"{json.dumps(convolution)}\n" for convolution in convolutions)
+    questions = "".join(f"{json.dumps(convolution)}\n" for convolution in convolutions).encode()
     command = [sys.executable, "-m", "autobatch.prediction.cudnn", *arguments]
     said: list[int | None] = []
-    with subprocess.Popen(  # noqa: S603 - this interpreter, and a module of ours
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        stop = threading.Timer(_MOST_SECONDS, process.kill)
-        stop.start()
-        try:
-            output, _ = process.communicate(questions)
-        finally:
-            stop.cancel()
+    try:
+        output = subprocess.run(  # noqa: S603 - this interpreter, and a module of ours
+            command, input=questions, capture_output=True, timeout=_MOST_SECONDS, check=False
+        ).stdout
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout or b""
     for line in output.splitlines():
         try:
             said.append(json.loads(line))

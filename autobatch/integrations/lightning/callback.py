@@ -53,11 +53,7 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
     """
 
     def __init__(
-        self,
-        target_batch: int | None = None,
-        *,
-        weigh: Weigh | None = None,
-        **options: Unpack[IntegrationOptions],
+        self, target_batch: int | None = None, *, weigh: Weigh | None = None, **options: Unpack[IntegrationOptions]
     ) -> None:
         """Check the arguments; the first batch uses them.
 

@@ -26,11 +26,7 @@ _log = logging.getLogger("autobatch")
 
 
 def attach(
-    trainer: Any,
-    target_batch: int | None = None,
-    *,
-    weigh: Weigh | None = None,
-    **options: Unpack[IntegrationOptions],
+    trainer: Any, target_batch: int | None = None, *, weigh: Weigh | None = None, **options: Unpack[IntegrationOptions]
 ) -> TrainingStep:
     """Let a Trainer's optimizer steps see ``target_batch`` samples, in micro-batches that fit.
 

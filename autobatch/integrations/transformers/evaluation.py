@@ -18,13 +18,7 @@ from transformers.trainer_pt_utils import nested_concat
 from autobatch.batch.samples import describe
 from autobatch.fitting.options import Options
 from autobatch.integrations.attributes import is_number, replaced
-from autobatch.integrations.transformers.cuts import (
-    Collate,
-    copy_samples,
-    count_rows,
-    count_samples,
-    take_samples,
-)
+from autobatch.integrations.transformers.cuts import Collate, copy_samples, count_rows, count_samples, take_samples
 from autobatch.integrations.transformers.logs import StepMetrics, TrainerLogs
 from autobatch.integrations.transformers.loss_rule import (
     DIVIDED,

@@ -228,11 +228,7 @@ class TrainingStep:
         """Return what a checkpoint saves; ``None`` before the first step."""
         if self.rule is None or self.plan is None or self.runner is None:
             return None
-        return {
-            "reading": self.rule.reading,
-            "plan": self.plan.model_dump_json(),
-            "runner": self.runner.state_dict(),
-        }
+        return {"reading": self.rule.reading, "plan": self.plan.model_dump_json(), "runner": self.runner.state_dict()}
 
     def _recall(self) -> dict[str, Any] | None:
         """Return what the checkpoint has saved, if its plan serves here; each of several ranks makes its own."""
