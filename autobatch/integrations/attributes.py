@@ -1,8 +1,9 @@
-"""What both adapters need: an attribute that is replaced inside a block, numbers, and advice for their users."""
+"""What both adapters need: replaced attributes, means of logged numbers, and advice for their users."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,3 +37,11 @@ def is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Return the mean; a value without a weight does not count, since a mean over nothing is not a number."""
+    total = math.fsum(weights)
+    if not total:
+        return sum(values) / len(values)
+    return sum(value * (weight / total) for value, weight in zip(values, weights, strict=True) if weight)

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.integrations.lightning import Autobatch
-from autobatch.integrations.lightning.callback import callback_bases
-from autobatch.integrations.lightning.refusals import refuse_unsupported
+from autobatch.integrations.lightning.callback import callback_bases, refuse_unsupported
 
 
 def iterates(self, dataloader_iter):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ import torch
 from autobatch._formatting import plural
 from autobatch.batch.tree import is_array
 from autobatch.errors import InvalidArgument
-from autobatch.integrations.attributes import is_number
+from autobatch.integrations.attributes import is_number, weighted_mean
 
 _log = logging.getLogger("autobatch")
 _ADDED_UP = frozenset(("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat", "NoneType"))
@@ -269,10 +268,7 @@ def combine(way: Way, values: Sequence[Any], weights: Sequence[float]) -> Any:
     if way == "sum":
         return sum(wide)
     if way == "mean":
-        total = math.fsum(weights)
-        shares = [weight / total if total else 1 / len(weights) for weight in weights]
-        # 0 x nan is nan: a mean over nothing does not count.
-        return sum(value * share for value, share in zip(wide, shares, strict=True) if share)
+        return weighted_mean(wide, weights)
     return torch.stack(wide).max() if way == "max" else torch.stack(wide).min()
 
 

@@ -28,7 +28,6 @@ from autobatch.integrations.lightning.logs import (
     merge_calls,
 )
 from autobatch.integrations.lightning.module_step import ModuleStep, hook_name
-from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_target
 from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
@@ -347,3 +346,29 @@ class LightningRunner(Runner):
                 f"ran out of memory inside the optimizer's step ({reason}): parameters may have moved, "
                 f"{explain_no_retry(self.steps, self.plan)}"
             )
+
+
+def refuse_accumulation(trainer: Any, module: Any) -> None:
+    """Raise InvalidArgument if Lightning adds up batches: it would divide each by their number."""
+    if trainer.accumulate_grad_batches != 1:
+        raise InvalidArgument(
+            f"{type(module).__name__}: accumulate_grad_batches={trainer.accumulate_grad_batches} counts each batch the "
+            f"same, whatever its size; give the DataLoader the whole batch, and leave accumulate_grad_batches out"
+        )
+
+
+def refuse_target(target: int, samples: int, ranks: int, loader: Any) -> None:
+    """Raise InvalidArgument where the loader's batches are not this rank's share of the target."""
+    share, rest = divmod(target, ranks)
+    if rest:
+        raise InvalidArgument(
+            f"target_batch={target} over {ranks} ranks: the loader gives each rank equally many samples; pass a "
+            f"multiple of {ranks}"
+        )
+    size = getattr(loader, "batch_size", None) or samples
+    if size != share:
+        where = f" on each of {ranks} ranks" if ranks > 1 else ""
+        raise InvalidArgument(
+            f"target_batch={target}, and the loader gives {size} samples at once{where}: give the DataLoader "
+            f"batch_size={share}, which autobatch divides, or leave target_batch out"
+        )

@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import nested_concat
 
 from autobatch.batch.samples import describe
 from autobatch.fitting.options import Options
-from autobatch.integrations.attributes import is_number, replaced
+from autobatch.integrations.attributes import is_number, replaced, weighted_mean
 from autobatch.integrations.transformers.cuts import Collate, copy_samples, count_rows, count_samples, take_samples
 from autobatch.integrations.transformers.logs import StepMetrics, TrainerLogs
 from autobatch.integrations.transformers.loss_rule import (
@@ -29,7 +29,7 @@ from autobatch.integrations.transformers.loss_rule import (
     choose_telling,
     read_loss,
 )
-from autobatch.integrations.transformers.trainer_state import TrainerAttributes, undone
+from autobatch.integrations.transformers.trainer_step import TrainerAttributes, undone
 from autobatch.integrations.transformers.training import TrainingStep
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.undo.undo import Undo
@@ -228,7 +228,4 @@ def _join_losses(parts: Sequence[_Part], reading: Reading) -> Any:
         return None
     if reading == DIVIDED:
         return sum(losses)
-    total = sum(part.weight for part in parts)
-    # A part that counts for nothing may have a loss that is not a number.
-    counting = [part.outputs[0] * (part.weight / total) for part in parts if part.weight]
-    return sum(counting) if counting else losses[0]
+    return weighted_mean(losses, [part.weight for part in parts])

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from autobatch.integrations.attributes import is_number, replaced
+from autobatch.integrations.attributes import is_number, replaced, weighted_mean
 from autobatch.integrations.transformers.cuts import IGNORED
 
 TABLES = "_metrics", "_stored_metrics"  # TRL's lists, by "train" or "eval"
@@ -91,11 +91,7 @@ def _average(values: Sequence[tuple[Any, float]]) -> Any:
     """Return the mean; the last value if they are not all numbers."""
     if len(values) == 1 or not all(is_number(value) for value, _ in values):
         return values[-1][0]
-    total = sum(weight for _, weight in values)
-    if not total:
-        return sum(value for value, _ in values) / len(values)
-    # A mean over nothing is not a number.
-    return sum(value * (weight / total) for value, weight in values if weight)
+    return weighted_mean([value for value, _ in values], [weight for _, weight in values])
 
 
 # ------------------------------------------------------------------------------------------------- TRL's metrics
@@ -217,6 +213,4 @@ def _merge(name: str, values: Sequence[float], weights: Sequence[float]) -> tupl
         return sum(values), total
     if plain.startswith(("min_", "max_")):
         return (min(values) if plain.startswith("min_") else max(values)), total
-    if not total:
-        return sum(values) / len(values), total
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total, total
+    return weighted_mean(values, weights), total

@@ -28,8 +28,7 @@ from autobatch.exactness.determinism import deterministic
 from autobatch.exactness.verification import compare_with_parts, verify
 from autobatch.integrations.attributes import advise, replaced
 from autobatch.integrations.transformers.cuts import Rows, count_labels, has_unequal_lengths
-from autobatch.integrations.transformers.trainer_state import undone
-from autobatch.integrations.transformers.trainer_step import TrainerStep, modes_of_training
+from autobatch.integrations.transformers.trainer_step import TrainerStep, modes_of_training, undone
 from autobatch.memory.oom import describe_error
 from autobatch.records import Verdict
 from autobatch.step.losses import Sum
