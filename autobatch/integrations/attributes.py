@@ -1,4 +1,4 @@
-"""What both adapters need: replaced attributes, means of logged numbers, and advice for their users."""
+"""What both adapters need: replaced attributes, values that are compared and averaged, and advice for their users."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from autobatch.batch.tree import is_array
 
 _MISSING = object()
 
@@ -45,3 +47,18 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     if not total:
         return sum(values) / len(values)
     return sum(value * (weight / total) for value, weight in zip(values, weights, strict=True) if weight)
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether two values are equal, or all that two containers hold; tensors may be on different devices."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(are_equal(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one.to(other.device), other)
+    try:
+        same: Any = type(one) is type(other) and (one is other or one == other)
+        return bool(same.all() if is_array(same) else same)
+    except (TypeError, ValueError, RuntimeError):  # objects that compare the arrays in them value by value
+        return False

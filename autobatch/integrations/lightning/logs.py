@@ -1,10 +1,7 @@
 """Logs once a step what each of its micro-batches logs.
 
-1. ``merge_calls`` combines their calls of ``self.log`` as ``reduce_fx`` says. Means are weighed.
-2. ``BatchSizes`` finds out whether a call's ``batch_size=`` is that of the micro-batch or that of the whole batch.
-3. ``StepMetrics`` gives a metric of torchmetrics that is logged with ``on_step=True`` one value for the whole step. Its
-   value over an epoch needs nothing: micro-batches add up its states.
-4. ``ResultsKeeper`` takes back what an undone step has logged.
+Calls of ``self.log`` are combined as ``reduce_fx`` says, and means are weighed. A metric of torchmetrics that is logged
+with ``on_step=True`` gets one value for the whole step; for an epoch, micro-batches add up its states.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import torch
 from autobatch._formatting import plural
 from autobatch.batch.tree import is_array
 from autobatch.errors import InvalidArgument
-from autobatch.integrations.attributes import is_number, weighted_mean
+from autobatch.integrations.attributes import are_equal, is_number, weighted_mean
 
 _log = logging.getLogger("autobatch")
 _ADDED_UP = frozenset(("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat", "NoneType"))
@@ -71,13 +68,10 @@ class BatchSizes:
 
     A number that stays the same while parts of one batch differ in size is the whole batch's. One that changes between
     parts of one batch is the micro-batch's own. The trials and comparisons before the first step show it too.
-
-    Attributes:
-        is_whole: Which of the two each call passes, as far as parts of a batch have shown it.
     """
 
     def __init__(self) -> None:
-        self.is_whole: dict[Key, bool] = {}
+        self.is_whole: dict[Key, bool] = {}  # which of the two each call passes, as far as parts have shown it
         self._seen: dict[Key, tuple[set[int], set[int]]] = {}  # the numbers, and the sizes of the parts
         self._guessed: set[Key] = set()
 
@@ -298,7 +292,7 @@ def _join(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float])
 def _join_values(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """Keep what is equal, and average floats; other values become a list."""
     first = values[0]
-    if all(_is_equal(first, value) for value in values[1:]):
+    if all(are_equal(first, value) for value in values[1:]):
         return first
     if all(isinstance(value, float) for value in values):
         return combine("mean", values, weights)
@@ -311,15 +305,3 @@ def _count_rows(value: Any) -> int | None:
     if isinstance(value, torch.Tensor) or is_array(value):
         return int(value.shape[0]) if value.ndim else None
     return len(value) if isinstance(value, list) else None
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor) or is_array(one):
-        same = torch.equal if isinstance(one, torch.Tensor) else sys.modules["numpy"].array_equal
-        return bool(one.dtype == other.dtype and one.shape == other.shape and same(one, other))
-    try:
-        return bool(one is other or one == other)
-    except (TypeError, ValueError, RuntimeError):  # objects that compare the arrays in them value by value
-        return False

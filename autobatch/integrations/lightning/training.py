@@ -86,9 +86,9 @@ class Optimization:
             self._verify_again(runner, batch)
             self._step.refusal = ""
             self.result = self._run_step(runner, batch)
-        except InexactSplit as error:
-            raise InexactSplit(advise(error, _ADVICE)) from None
-        except AutobatchError:
+        except AutobatchError as error:
+            if not self._step.refusal and isinstance(error, InexactSplit):
+                raise InexactSplit(advise(error, _ADVICE)) from None
             if not self._step.refusal:
                 raise
         else:
@@ -287,18 +287,14 @@ class Optimization:
 
 
 class LightningRunner(Runner):
-    """A Runner whose update ``apply`` makes; it calls its argument right before the parameters move.
-
-    Attributes:
-        ended_early: Whether memory ran out in the last step's update, before the parameters moved.
-    """
+    """A Runner whose update ``apply`` makes; it calls its argument right before the parameters move."""
 
     _is_in_users_loop = False
 
     def __init__(self, apply: Callable[[Callable[[], None]], None], *arguments: Any, **named: Any) -> None:
         """Bind a plan to a module; the other arguments are Runner's."""
         self._apply = apply
-        self.ended_early = False
+        self.ended_early = False  # whether memory ran out in the last step's update, before the parameters moved
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         super().__init__(*arguments, **named)
         self._has_reported_gradients = True  # Lightning has cleared them, or its user's ``optimizer_zero_grad`` has not

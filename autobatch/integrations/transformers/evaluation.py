@@ -67,15 +67,11 @@ class _Batch:
 
 
 class EvaluationStep:
-    """Takes the place of a Trainer's ``prediction_step``.
-
-    Attributes:
-        size: The most samples that run at once; ``None`` before memory has run out for the first time.
-    """
+    """Takes the place of a Trainer's ``prediction_step``."""
 
     def __init__(self, trainer: Any, collate: Collate, training: TrainingStep, options: Options) -> None:
         """Bind a Trainer whose ``prediction_step`` is still its own."""
-        self.size: int | None = None
+        self.size: int | None = None  # the most samples that run at once, after memory has run out
         self._trainer, self._collate, self._training = trainer, collate, training
         self._prediction_step = trainer.prediction_step
         self._weigh: Callable[[Any], Any] | None = options.weigh

@@ -201,9 +201,6 @@ def find_rule(
 
     ``cuts`` are tried in their order, ``known`` (an exact rule for earlier batches of this kind) first. ``last`` (the
     rule of the batch before) stays if nothing can be compared in this batch. ``check=None`` compares no gradients.
-
-    Raises:
-        InexactSplit: With the causes that ``verify`` names.
     """
     name, error = type(step.trainer).__name__, 0.0
     with modes_of_training(model):

@@ -26,28 +26,16 @@ _PLAIN = (int, float, bool, complex, str, bytes, type(None))
 
 
 class TrainerStep:
-    """The Trainer's own ``training_step`` on one micro-batch, up to its loss.
-
-    Attributes:
-        weigh: The user's count of a micro-batch; ``None``: none.
-        num_items: The Trainer's count of the whole batch; its loss may be divided by that.
-        samples: Number of samples in this rank's batch.
-        metrics: Entries that it adds to TRL's metrics.
-        logs: Values that it logs.
-    """
+    """The Trainer's own ``training_step`` on one micro-batch, up to its loss."""
 
     def __init__(self, trainer: Any, weigh: Weigh | None = None) -> None:
         self.trainer, self.training_step, self.weigh = trainer, trainer.training_step, weigh
-        self.num_items: Any = None
-        self.samples, self.ranks = 1, trainer.args.world_size
+        self.num_items: Any = None  # the Trainer's count of the whole batch, by which its loss may be divided
+        self.samples, self.ranks = 1, trainer.args.world_size  # samples of this rank's batch
         self.metrics, self.logs = StepMetrics(trainer, "train"), TrainerLogs(trainer, weigh)
 
     def loss_of(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        """Return the loss that the step would run its backward pass from.
-
-        Raises:
-            InvalidArgument: It would run none or several.
-        """
+        """Return the loss that the step would run its backward pass from; refuse a step with none or several."""
         self.metrics.add(inputs)
         with self._hold_back() as losses, self.logs.catch(inputs):
             self.training_step(model, inputs, self.num_items)
