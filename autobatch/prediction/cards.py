@@ -171,13 +171,10 @@ _COMMONEST = {_simplify(family): _BY_NAME[_simplify(name)] for family, name in C
 
 
 def find_gpu(gpu: Any) -> Gpu:
-    """Find a card by its name or its memory.
+    """Find a card by its memory (a text with a unit, or bytes), or by its name: in any case, with any separators.
 
-    A name may be in any case, with any separators, with its brand, and with the memory on its box: ``"A100-80GB-SXM"``,
-    ``"NVIDIA A100-SXM4-80GB"``, ``"4090"``, ``"rtx4090-24gb"``. A name without its socket (``"H100-80GB"``) means the
-    card that reports less. A name that several sizes share (``"A100"``) means the commonest, and ``explain_choice``
-    names the others.
-    A memory is a text with a unit (``"24GiB"``), or bytes.
+    A name may have its brand and the memory on its box (``"NVIDIA A100-SXM4-80GB"``, ``"rtx4090-24gb"``). One without
+    its socket means the card that reports less, and one that several sizes share the commonest (``explain_choice``).
     """
     simple = _simplify(gpu) if isinstance(gpu, str) else ""
     known = _BY_NAME.get(simple) or _find_family(simple) or (_find_by_memory(gpu) if simple else None)

@@ -232,12 +232,9 @@ def _share(prediction: Prediction, parallelism: Parallelism, shares: tuple[int, 
     names = {id(module): name for name, module in model.named_modules()}
     units = find_units(model) if parallelism.strategy == "fsdp2" else []
     ranks = {"target_batch": sum(shares), "world_size": parallelism.world_size, "shares": shares}
-    own = {
-        "data_parallel": parallelism.strategy,
-        "units": tuple(names[id(unit)] for unit in units[:LONGEST_LIST]),
-        "plan": prediction.plan and prediction.plan.model_copy(update=ranks),
-    }
-    return prediction.model_copy(update={**ranks, **own})
+    plan = prediction.plan and prediction.plan.model_copy(update=ranks)
+    own = {"data_parallel": parallelism.strategy, "units": tuple(names[id(unit)] for unit in units[:LONGEST_LIST])}
+    return prediction.model_copy(update={**ranks, **own, "plan": plan})
 
 
 def _group_alike(by_module: Mapping[str, int]) -> Iterator[tuple[str, int]]:

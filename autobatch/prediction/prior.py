@@ -120,8 +120,7 @@ class ForwardBytes(NamedTuple):
 class TrialReplay:
     """Replays a trial in the simulated allocator: a first step of two samples, caches released, then a step.
 
-    A process that begins with the step divides its segments differently: on a card of 2 GiB it reserves up to 6 % less
-    or 2.5 % more than the trial. A replay is at most 1.7 % below and 3 % above (ten models, torch 2.13, tests/card).
+    On a card of 2 GiB it is 1.7 % below to 3 % above the trial; a step alone reserves 6 % less to 2.5 % more.
     """
 
     estimate: Estimate  # not interpolated

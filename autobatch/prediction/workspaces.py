@@ -1,10 +1,8 @@
 """Says what kernels take for themselves on one card: workspaces of cuBLAS and cuDNN, and buffers of sums.
 
-cuDNN is asked in a process of its own, since it may abort, about the sizes that count; the nearest of its answers
-serves other sizes. A question takes 13 ms, a network has some fifty convolutions, and a search looks at many sizes.
-Without cuDNN a rule says which kernels work on copies of their tensors in another layout. It is fitted to the answers
-of cuDNN 9.20 for 21 networks on five cards: of the whole process it is off by 0 to 5 % in the median, and at worst 15 %
-too low.
+cuDNN is asked in a process of its own, since it may abort, about the sizes that count: a question takes 13 ms. The
+nearest of its answers serves other sizes. Without cuDNN a rule says which kernels work on copies of their tensors. It
+is fitted to cuDNN 9.20 for 21 networks on five cards: 0 to 5 % of the process off in the median, at worst 15 % low.
 """
 
 from __future__ import annotations

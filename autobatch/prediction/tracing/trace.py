@@ -164,7 +164,7 @@ def _on_fake_model(
         modules = modules_of(workload.model, workload.step)
         types = {tensor.device.type for tensor in workload.parameters()} | {"cuda"}
         location = Location(workload.model)
-        with torch.enable_grad(), _collected_between_steps(), present(), FakeMode() as mode:
+        with torch.enable_grad(), _comparable(), present(), FakeMode() as mode:
             recorder = Recorder(mode, location.name, sole_holder(), most_events)
             parallelism = circumstances.parallelism
             is_sharded = parallelism is not None and parallelism.strategy == "fsdp2"
@@ -175,7 +175,6 @@ def _on_fake_model(
                 fakes.substitute(modules),
                 location.follow(),
                 autocast.redirect(DEVICE_TYPE, types),
-                _without_nested_tensors(),
                 without_waiting(),
             ):
                 workload.model.train()  # as trials and the Runner; the model forgets the mode afterwards
@@ -192,27 +191,18 @@ def _on_fake_model(
 
 
 @contextmanager
-def _collected_between_steps() -> Iterator[None]:
-    """Stop the automatic collector, which frees reference cycles at different moments of two traces."""
-    is_enabled = gc.isenabled()
-    gc.disable()
+def _comparable() -> Iterator[None]:
+    """Stop what differs between traces, and an encoder that packs its padded batch, which needs the mask's values."""
+    is_enabled, packs = gc.isenabled(), torch.backends.mha.get_fastpath_enabled()
+    gc.disable()  # it frees reference cycles at different moments of two traces
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with collecting_new_objects():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(packs)
         if is_enabled:
             gc.enable()
-
-
-@contextmanager
-def _without_nested_tensors() -> Iterator[None]:
-    """Stop an encoder in eval mode from packing its padded batch, which needs the mask's values."""
-    was = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was)
 
 
 def _on_host(layout: Layout, samples: int) -> Any:
