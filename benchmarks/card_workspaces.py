@@ -23,8 +23,7 @@ from autobatch.prediction.cards import find_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.cudnn import Convolution
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.tracing.fake_step import Circumstances
-from autobatch.prediction.tracing.trace import trace_timeline
+from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.prediction.workspaces import Workspaces, estimate_workspace
 from autobatch.step.workload import Workload
 

@@ -194,7 +194,7 @@ def measure_convolutions() -> list[dict[str, Any]]:
 def _compare_convolution(  # noqa: PLR0917 - one row of the table above
     space: int, channels: int, size: int, kernel: int, stride: int, groups: int, layout: str, dtype: str
 ) -> list[dict[str, Any]]:
-    from autobatch.prediction.tracing.convolutions import find_calls  # noqa: PLC0415 - as above
+    from autobatch.prediction.tracing.kernels import find_calls  # noqa: PLC0415 - as above
     from autobatch.prediction.workspaces import ask_cudnn  # noqa: PLC0415 - fails where cuDNN is missing
 
     card = torch.cuda.get_device_properties(0)

@@ -23,10 +23,9 @@ from autobatch.batch.samples import Layout, describe
 from autobatch.prediction.cards import Gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.retrace import check_timeline
+from autobatch.prediction.sizing import check_timeline
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.fake_step import Circumstances
-from autobatch.prediction.tracing.trace import trace_timeline
+from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.prediction.workspaces import Workspaces
 from autobatch.step.workload import Workload
 

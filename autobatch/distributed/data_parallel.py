@@ -66,7 +66,7 @@ def _refuse_module(name: str, module: nn.Module) -> None:
 def _refuse_options(model: DistributedDataParallel) -> None:
     if getattr(model, "_comm_hooks", None) or model._get_ddp_logging_data().get("comm_hook"):
         raise InvalidArgument(
-            "the model has a DDP communication hook, but the Runner sums gradients after the last micro-batch and "
+            "the model has a DDP communication hook, but autobatch sums gradients after the last micro-batch and "
             "would not call it: build DistributedDataParallel without register_comm_hook()"
         )
     if set(model.parameters_to_ignore) & {name for name, p in model.module.named_parameters() if p.requires_grad}:
@@ -76,7 +76,7 @@ def _refuse_options(model: DistributedDataParallel) -> None:
         )
     if getattr(model, "mixed_precision", None) is not None:
         raise InvalidArgument(
-            "DistributedDataParallel(mixed_precision=...) is not supported: use torch.autocast inside step()"
+            "DistributedDataParallel(mixed_precision=...) is not supported: use torch.autocast inside the step"
         )
     if getattr(model, "_delay_all_reduce_params", None):
         raise InvalidArgument(
@@ -94,7 +94,7 @@ def refuse_sharded_optimizer(optimizer: Any) -> None:
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(member).__mro__):
             raise InvalidArgument(
                 "ZeroRedundancyOptimizer communicates in its step, but each rank runs its trials alone: use "
-                "fully_shard(model), or pass fit() the optimizer inside it and Runner() this one"
+                "another optimizer or fully_shard(model), or pass fit() the optimizer inside it and Runner() this one"
             )
 
 
@@ -110,7 +110,7 @@ def undisturbed(model: DistributedDataParallel) -> Iterator[None]:
     """Block in which the wrapper neither sums nor broadcasts, and a call of it is an error."""
     if model._join_config.enable:
         raise InvalidArgument(
-            "join() was called on the model, but the Runner sums gradients without DistributedDataParallel: leave "
+            "join() was called on the model, but autobatch sums gradients without DistributedDataParallel: leave "
             "join() out, and call runner.step(None) on a rank without samples"
         )
     # After a forward pass without a backward pass, such as an evaluation, the reducer's hooks would begin to sum in the
@@ -127,8 +127,8 @@ def undisturbed(model: DistributedDataParallel) -> Iterator[None]:
 
 def _refuse_call(*_: Any) -> None:
     raise InvalidArgument(
-        "step() called the DistributedDataParallel model, which would communicate in the middle of a micro-batch: call "
-        "the model that step() gets as its argument"
+        "the step called the DistributedDataParallel model, which would communicate in the middle of a micro-batch: "
+        "call the model that it gets as its argument"
     )
 
 

@@ -70,7 +70,7 @@ class SharedStep:
         self._agreement.refuse_unlike(
             [values["earlier"] for values in gathered],
             "gradients from before the step differ between the ranks, so the optimizer would move their parameters "
-            "apart: call optimizer.zero_grad() before runner.step()",
+            "apart: call optimizer.zero_grad() before the step",
         )
         named = [values["weights"] for values in gathered if values["samples"]] or [{"": 0.0}]
         terms = [sorted(one) for one in named]
@@ -132,7 +132,7 @@ class SharedStep:
                 return None
             self._agreement.refuse_unlike(
                 [values["unit"] is None for values in running],
-                "step() returns a count (Mean, Sum) on one rank and none on another: always return it",
+                "the step returns a count (Mean, Sum) on one rank and none on another: always return it",
             )
             if loss is None:  # this rank has its part of the others' sharded gradients, so it needs their unit
                 unit = running[0]["unit"]

@@ -50,7 +50,8 @@ _IGNORES_GRADIENT = (
 )
 _MOVES_OUTSIDE = (
     "something outside the model moves with every forward pass (such as an average of the weights, a teacher or a "
-    "queue that the step updates), so once a micro-batch and not once a step: update it after runner.step()"
+    "queue that the step updates), so once a micro-batch and not once a step: update it after the "
+    "optimizer's step, such as after runner.step(), in on_step_end of a Trainer or on_train_batch_end of Lightning"
 )
 _SUMMED = (
     "the loss is a sum (which may be divided by a constant) and is read as a mean: return autobatch.Sum(loss, count), "

@@ -130,7 +130,8 @@ def _hold_whole_batch(request: Request, example: Layout) -> tuple[Layout, tuple[
     if limit and whole > limit // 2:
         warning = (
             f"the whole batch of {target} would take {format_bytes(whole)} of {request.memory.describe().name} "
-            f"by itself, and was left out of the trials: hand it over in parts with runner.step_over()"
+            f"by itself, and was left out of the trials: hand it over in parts with runner.step_over(), or pass a "
+            f"smaller target_batch="
         )
         return example, (warning,)
     return example.grown(target), ()

@@ -14,8 +14,6 @@ from collections import defaultdict
 from importlib.resources import files
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
-
 from autobatch._arguments import read_bytes
 from autobatch._bounds import LISTED, Bytes, Count, Text
 from autobatch._formatting import format_bytes, show_value
@@ -57,21 +55,6 @@ class Gpu(Record):
         return self.multiprocessors * _THREADS[self.architecture]
 
 
-class _Row(Record):
-    """One line of the table, in text."""
-
-    name: Text
-    mebibytes: Annotated[int, Field(gt=0)]
-    multiprocessors: Annotated[int, Field(gt=0)]
-    architecture: Text
-    context_mebibytes: Annotated[int, Field(gt=0)]
-    context_measured: bool
-    common: bool  # whether predictions list it unasked
-    aliases: Annotated[tuple[Text, ...], BeforeValidator(lambda text: text.split(";")), LISTED] = ()
-    source: Text
-    reading: Text = ""  # what CUDA took on this very card, and the source
-
-
 _LARGE_WORKSPACE = 4096 * 8 * 1024
 _SMALL_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 # torch's aten/src/ATen/cuda/CublasHandlePool.cpp. Older versions give Blackwell the small one; the large one is safe.
@@ -87,40 +70,26 @@ _THREADS = {  # of one multiprocessor at once: the CUDA programming guide's tabl
     **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), 2048),  # 32 wavefronts of 64
 }
 _MULTIPROCESSORS = 132  # of an unknown card: an H100's. More take larger buffers, so this is seldom too low.
-_WORDS = {  # how the table abbreviates its sources
-    "{log}": "the first line of a training log of Ultralytics, which prints total_memory, with",
-    "{properties}": "torch.cuda.get_device_properties in a public repository",
-    "{rocm}": "ROCm is unproven, as nothing else here was tried on it",
-}
 
 
-def read_rows(text: str) -> list[_Row]:
-    """Read a table whose first line names the fields; an empty cell takes the default."""
-    cells = csv.DictReader(text.splitlines())
-    return [_Row.model_validate({key: cell for key, cell in row.items() if cell}) for row in cells]
-
-
-def _make_card(row: _Row) -> Gpu:
-    source = row.source
-    for short, words in _WORDS.items():
-        source = source.replace(short, words)
+def _read_card(row: dict[str, str]) -> Gpu:
     return Gpu(
-        name=row.name,
-        aliases=row.aliases,
-        total_bytes=row.mebibytes * _MIB,
-        multiprocessors=row.multiprocessors,
-        architecture=row.architecture,
-        context_bytes=row.context_mebibytes * _MIB,
-        context_measured=row.context_measured,
-        cublas_workspace_bytes=_WORKSPACES[row.architecture],
-        source=source,
-        measured=not source.startswith("nominal"),
+        name=row["name"],
+        aliases=tuple(row["aliases"].split(";")) if row["aliases"] else (),
+        total_bytes=int(row["mebibytes"]) * _MIB,
+        multiprocessors=int(row["multiprocessors"]),
+        architecture=row["architecture"],
+        context_bytes=int(row["context_mebibytes"]) * _MIB,
+        context_measured=row["context_measured"] == "yes",
+        cublas_workspace_bytes=_WORKSPACES[row["architecture"]],
+        source=row["source"],
+        measured=not row["source"].startswith("nominal"),
     )
 
 
-_ROWS = read_rows(files("autobatch.prediction").joinpath("cards.csv").read_text(encoding="utf-8"))
-GPUS = tuple(map(_make_card, _ROWS))  # every card that is known by name
-COMMON = frozenset(row.name for row in _ROWS if row.common)
+_ROWS = [*csv.DictReader(files("autobatch.prediction").joinpath("cards.csv").read_text(encoding="utf-8").splitlines())]
+GPUS = tuple(map(_read_card, _ROWS))  # every card that is known by name
+COMMON = frozenset(row["name"] for row in _ROWS if row["common"] == "yes")
 """Cards that a prediction lists unasked: what clouds rent and many people own."""
 
 
@@ -202,13 +171,10 @@ _COMMONEST = {_simplify(family): _BY_NAME[_simplify(name)] for family, name in C
 
 
 def find_gpu(gpu: Any) -> Gpu:
-    """Find a card by its name or its memory.
+    """Find a card by its memory (a text with a unit, or bytes), or by its name: in any case, with any separators.
 
-    A name may be in any case, with any separators, with its brand, and with the memory on its box: ``"A100-80GB-SXM"``,
-    ``"NVIDIA A100-SXM4-80GB"``, ``"4090"``, ``"rtx4090-24gb"``. A name without its socket (``"H100-80GB"``) means the
-    card that reports less. A name that several sizes share (``"A100"``) means the commonest, and ``explain_choice``
-    names the others.
-    A memory is a text with a unit (``"24GiB"``), or bytes.
+    A name may have its brand and the memory on its box (``"NVIDIA A100-SXM4-80GB"``, ``"rtx4090-24gb"``). One without
+    its socket means the card that reports less, and one that several sizes share the commonest (``explain_choice``).
     """
     simple = _simplify(gpu) if isinstance(gpu, str) else ""
     known = _BY_NAME.get(simple) or _find_family(simple) or (_find_by_memory(gpu) if simple else None)

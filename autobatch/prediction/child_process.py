@@ -3,11 +3,10 @@
 A trace registers a device with torch for good, and goes through C++ that may abort. The fork sees the user's model
 without a copy, and only its result comes back. On Windows and macOS, which cannot or must not fork, it runs here.
 
-torch refuses backward passes in the child of a process that has run one on a card (``torch/csrc/autograd/engine.cpp``,
-``forked_autograd_child``): a handler that the C library runs at a fork says that autograd's threads are gone. A trace
-needs none of them, as it runs in the calling thread. So on builds for cards the child is made without the handlers of C
-libraries; Python's own run. The child stays off the card too: its engine believes that it has its threads, and starts
-none. It may hang if another thread held a lock at that moment, so whoever waits for it needs a clock.
+torch refuses backward passes in the child of a process that has run one on a card: a handler of the C library says at
+the fork that autograd's threads are gone (``forked_autograd_child`` in ``torch/csrc/autograd/engine.cpp``). A trace
+needs none of them. So on builds for cards the child is made without the handlers of C libraries. It stays off the card,
+and may hang if another thread held a lock at that moment, so whoever waits for it needs a clock.
 """
 
 # ruff: noqa: SLF001 - torch has no public name for what a child may not do

@@ -1,12 +1,12 @@
 """Asks cuDNN for the workspace of convolutions; ``workspaces`` runs this as a script in a child process.
 
 cuDNN 9.8 and later plans for a *described* device, without card and driver ("Deviceless ahead-of-time compilation" in
-its documentation). The questions are those of torch (``aten/src/ATen/native/cudnn/Conv_v8.cpp``) with
-``torch.backends.cudnn.benchmark`` off: the instant heuristic, without the engines that torch refuses, and the first
-engine that makes a plan. Numbers are those of ``cudnn_graph.h`` of cuDNN 9.
+its documentation). The questions are those of torch (``aten/src/ATen/native/cudnn/Conv_v8.cpp``) without
+``torch.backends.cudnn.benchmark``: the instant heuristic, and the first engine that torch takes and that makes a plan.
+Numbers are those of ``cudnn_graph.h`` of cuDNN 9.
 
-A question is one line of JSON on standard input. Standard output has the version of cuDNN, then an answer a line:
-bytes, or null without a plan. cuDNN may abort the process. Imports nothing that takes long.
+A question is a line of JSON. The first line of the answer has the version of cuDNN, each other one bytes, or null
+without a plan. cuDNN may abort the process.
 """
 
 from __future__ import annotations

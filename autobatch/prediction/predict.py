@@ -31,11 +31,9 @@ from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.prediction import Part, Prediction, Strategy
 from autobatch.prediction.prior import read_card
-from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing, trace_savings
-from autobatch.prediction.sizing import Sizing, find_limit
-from autobatch.prediction.tracing.fake_step import Circumstances
+from autobatch.prediction.sizing import Proof, Sizing, find_limit, find_smallest, prove_sizing, trace_savings
 from autobatch.prediction.tracing.ranks import Parallelism, find_units, read_parallelism
-from autobatch.prediction.tracing.trace import explain_loss, trace_timeline
+from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
 from autobatch.step.default_step import default_step
@@ -234,12 +232,9 @@ def _share(prediction: Prediction, parallelism: Parallelism, shares: tuple[int, 
     names = {id(module): name for name, module in model.named_modules()}
     units = find_units(model) if parallelism.strategy == "fsdp2" else []
     ranks = {"target_batch": sum(shares), "world_size": parallelism.world_size, "shares": shares}
-    own = {
-        "data_parallel": parallelism.strategy,
-        "units": tuple(names[id(unit)] for unit in units[:LONGEST_LIST]),
-        "plan": prediction.plan and prediction.plan.model_copy(update=ranks),
-    }
-    return prediction.model_copy(update={**ranks, **own})
+    plan = prediction.plan and prediction.plan.model_copy(update=ranks)
+    own = {"data_parallel": parallelism.strategy, "units": tuple(names[id(unit)] for unit in units[:LONGEST_LIST])}
+    return prediction.model_copy(update={**ranks, **own, "plan": plan})
 
 
 def _group_alike(by_module: Mapping[str, int]) -> Iterator[tuple[str, int]]:

@@ -155,9 +155,7 @@ class Prediction(Record):
         """The prediction in one line."""
         return text.summarise_prediction(self)
 
-    def __repr__(self) -> str:
-        """The same line, in a REPL too."""
-        return str(self)
+    __repr__ = __str__
 
     @property
     def micro_batch_size(self) -> int:

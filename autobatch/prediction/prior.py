@@ -23,10 +23,9 @@ from autobatch.prediction.allocator import simulate
 from autobatch.prediction.cards import GPUS, Gpu, make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.retrace import check_timeline, prove
+from autobatch.prediction.sizing import check_timeline, prove
 from autobatch.prediction.timeline import StepParts, Timeline, find_parts, without_second_micro_batch
-from autobatch.prediction.tracing.fake_step import Circumstances
-from autobatch.prediction.tracing.trace import SIZES, trace_timeline
+from autobatch.prediction.tracing.trace import SIZES, Circumstances, trace_timeline
 from autobatch.step.workload import Workload
 
 _MOST_SECONDS = 15.0  # a longer trace costs more than the trials that it spares
@@ -121,8 +120,7 @@ class ForwardBytes(NamedTuple):
 class TrialReplay:
     """Replays a trial in the simulated allocator: a first step of two samples, caches released, then a step.
 
-    A process that begins with the step divides its segments differently: on a card of 2 GiB it reserves up to 6 % less
-    or 2.5 % more than the trial. A replay is at most 1.7 % below and 3 % above (ten models, torch 2.13, tests/card).
+    On a card of 2 GiB it is 1.7 % below to 3 % above the trial; a step alone reserves 6 % less to 2.5 % more.
     """
 
     estimate: Estimate  # not interpolated

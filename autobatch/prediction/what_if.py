@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,16 +17,15 @@ from autobatch.errors import InvalidArgument
 from autobatch.events import Hook, StageBegan, emit
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.prediction import Change
-from autobatch.prediction.retrace import check_timeline, prove_sizing
-from autobatch.prediction.sizing import Sizing
+from autobatch.prediction.sizing import Sizing, check_timeline, prove_sizing
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.fake_step import Circumstances
-from autobatch.prediction.tracing.trace import trace_timeline
+from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.step.workload import Workload
 
 _FEWEST_BLOCKS = 3
 _BLOCK = 256  # numbers that share one float32 scale (bitsandbytes' block-wise quantization)
 _FLAG = "gradient_checkpointing"  # gradient_checkpointing_enable() of a Transformers model sets it on modules
+_CHECKPOINT = partial(checkpoint, use_reentrant=False)
 _SMALLEST_EIGHT_BIT = 4096  # parameters with fewer numbers keep float32 state
 
 
@@ -129,51 +127,20 @@ def _own_blocks(model: nn.Module) -> list[nn.Module]:
 def _with_checkpoints(
     step: Callable[[Any, Any], Any], whole: nn.Module, blocks: Sequence[nn.Module]
 ) -> Callable[[Any, Any], Any]:
+    """Let the step recompute these blocks; a trace drops what is written into modules, so nothing is put back."""
+
     def run(model: Any, batch: Any) -> Any:
-        with ExitStack() as stack:
-            if flagged := [module for module in whole.modules() if hasattr(module, _FLAG)]:
-                stack.enter_context(_asked_to_checkpoint(flagged))
-            else:
-                for block in blocks:
-                    stack.enter_context(_checkpointed(block))
-            return step(model, batch)
+        if flagged := [module for module in whole.modules() if hasattr(module, _FLAG)]:
+            # As ``gradient_checkpointing_enable()``. A wrapped block would append to the model's cache a second time.
+            for module in flagged:
+                vars(module).update({_FLAG: True, "_gradient_checkpointing_func": _CHECKPOINT})
+        else:
+            for block in blocks:
+                if getattr(block.forward, "func", None) is not checkpoint:
+                    block.forward = partial(_CHECKPOINT, block.forward)
+        return step(model, batch)
 
     return run
-
-
-@contextmanager
-def _asked_to_checkpoint(flagged: Sequence[nn.Module]) -> Iterator[None]:
-    """Do what ``gradient_checkpointing_enable()`` of their model does, and undo it.
-
-    A wrapped block would fail: its recomputation appends to the cache a second time. So the model drops its cache.
-    """
-    asked = {_FLAG: True, "_gradient_checkpointing_func": partial(checkpoint, use_reentrant=False)}
-    before = [{name: vars(module)[name] for name in asked if name in vars(module)} for module in flagged]
-    try:
-        for module in flagged:
-            vars(module).update(asked)
-        yield
-    finally:
-        for module, own in zip(flagged, before, strict=True):
-            for name in asked:
-                vars(module).pop(name, None)
-            vars(module).update(own)
-
-
-@contextmanager
-def _checkpointed(block: nn.Module) -> Iterator[None]:
-    forward, own = block.forward, vars(block).get("forward")  # a library may have put one on the instance
-
-    def recompute(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    block.forward = recompute
-    try:
-        yield
-    finally:
-        del block.forward
-        if own is not None:
-            block.forward = own
 
 
 def other_optimizers(now: Any | None) -> Iterator[tuple[str, str, Any]]:

@@ -35,11 +35,7 @@ _AT_ANY_SIZE: dict[Phase, tuple[str, Sequence[str]]] = {
     ),
     "optimizer state": (
         "the optimizer's state does not fit on {device} beside model and gradients",
-        (
-            "an optimizer with less state (SGD, Adafactor, Adam in 8 bits)",
-            "fewer trained parameters",
-            _SHORTER,
-        ),
+        ("an optimizer with less state (SGD, Adafactor, Adam in 8 bits)", "fewer trained parameters", _SHORTER),
     ),
     "update": (
         "the optimizer's update does not fit on {device} beside model, gradients and its state",

@@ -146,7 +146,4 @@ _NAMES = {
     "verdict": "check",
 }
 
-_SPECIAL: dict[str, Callable[[Any], str]] = {
-    "micro_batch_sizes": _say_sizes,
-    "device.tenants": _say_tenants,
-}
+_SPECIAL: dict[str, Callable[[Any], str]] = {"micro_batch_sizes": _say_sizes, "device.tenants": _say_tenants}

@@ -24,12 +24,15 @@ from autobatch.torch_internals.storages import is_uninitialized
 _WATCHED_STEPS = 2
 
 _BACKWARD = (
-    "step() calls backward; return the loss, the Runner does the rest "
-    "(for a gradient inside the step use torch.autograd.grad)"
+    "the step calls backward: return the loss, autobatch runs the backward pass "
+    "(in a Trainer: accelerator.backward(loss); for a gradient inside the step: torch.autograd.grad)"
 )
-_OPTIMIZER = "step() calls optimizer.step(); return the loss, the Runner does the rest"
-_ZERO_GRAD = "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
-_SCHEDULER = "step() calls scheduler.step(); return the loss, and pass scheduler= to the Runner"
+_OPTIMIZER = "the step calls optimizer.step(): return the loss, the optimizer steps once after all micro-batches"
+_ZERO_GRAD = "the step changed .grad: return the loss only, and leave backward() and zero_grad() to autobatch"
+_SCHEDULER = (
+    "the step calls scheduler.step(): return the loss; the scheduler steps after the optimizer "
+    "(scheduler= of a Runner, or your Trainer's own)"
+)
 
 
 class LoopGuard:
@@ -179,7 +182,8 @@ def refuse_hooks(name: str, parameter: torch.Tensor, known: frozenset[int]) -> N
     if not known.issuperset(early):
         raise InvalidArgument(
             f"{name} has a gradient hook, which would run on the part of each micro-batch instead of on the "
-            f"whole gradient; remove it, and do its work on .grad between runner.accumulate(batch) and your update"
+            f"whole gradient; remove it, and do its work on .grad before the update: after runner.accumulate(batch), "
+            f"or in on_pre_optimizer_step of a Trainer, on_before_optimizer_step of Lightning"
         )
 
 

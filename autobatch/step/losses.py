@@ -97,12 +97,12 @@ def read_terms(returned: Any) -> tuple[Term, ...]:
     if not isinstance(returned, Mapping):
         return (_read_term("", returned),)
     if not returned:
-        raise InvalidArgument("step() returned an empty dict: it must hold the step's losses")
+        raise InvalidArgument("the step returned an empty dict: it must hold the step's losses")
     return tuple(_read_term(str(name), loss) for name, loss in returned.items())
 
 
 def _read_term(name: str, returned: Any) -> Term:
-    what, of_term = (f"the term {name!r} of step()", f" of the term {name!r}") if name else ("step()", "")
+    what, of_term = (f"the term {name!r} of the step", f" of the term {name!r}") if name else ("the step", "")
     kind: _Kind = "sum" if isinstance(returned, Sum) else "per step" if isinstance(returned, PerStep) else "mean"
     loss = returned.loss if isinstance(returned, Mean | Sum | PerStep) else returned
     count = None

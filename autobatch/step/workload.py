@@ -168,7 +168,7 @@ def split_output(returned: Any) -> tuple[Any, Any]:
     if isinstance(aux, torch.Tensor) and aux.ndim == 0 and aux.requires_grad:
         read_terms(loss)  # raises its own error first
         raise InvalidArgument(
-            "step() returned a second loss, of which no gradient would be taken: return both by name, as "
+            "the step returned a second loss, of which no gradient would be taken: return both by name, as "
             '{"left": loss, "right": other}, or (loss, other.detach())'
         )
     return loss, aux if aux is None else map_tensors(aux, torch.Tensor.detach)
@@ -183,7 +183,7 @@ def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None
     for leaf in leaves_of_graph(loss):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             raise InvalidArgument(
-                f"step() trains a parameter of shape {tuple(leaf.shape)} that is in neither the model nor the "
+                f"the step trains a parameter of shape {tuple(leaf.shape)} that is in neither the model nor the "
                 f"optimizer, so a retry could not take its gradient back: put it into one of them, or freeze it "
                 f"with requires_grad_(False)"
             )
@@ -245,8 +245,9 @@ def _check_one_optimizer(optimizer: Any) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS) or not takes_none(optimizer, "step"):
         raise InvalidArgument(
-            f"{type(optimizer).__name__} calls a closure several times a step: leave it out (optimizer=None), and call "
-            f"runner.accumulate(batch) in your closure, after zero_grad(); its loss and .grad are the whole batch's"
+            f"{type(optimizer).__name__} calls a closure several times a step: choose another optimizer, or leave it "
+            f"out (optimizer=None) and call runner.accumulate(batch) in your closure, after zero_grad(): its loss and "
+            f".grad are the whole batch's"
         )
 
 

@@ -276,7 +276,7 @@ class Accumulation:
                 self._end(undo)
         if lost:
             shape = tuple(lost[0].shape)
-            _LOG.warning("the step was undone, but not a tensor of shape %s: step() first wrote into it here", shape)
+            _LOG.warning("the step was undone, but not a tensor of shape %s: the step first wrote into it here", shape)
 
     def commit(self, undo: Undo) -> None:
         """Drop the record: nothing is undone from here on."""
@@ -307,7 +307,7 @@ class Accumulation:
             with torch.no_grad(), here.watch(progress.watch.tensors):
                 wrong = check_counts(doubtful, self.smallest, ask)
         except Exception:  # noqa: BLE001 - these samples have run: what fails here is the comparison, not the step
-            _LOG.debug("the counts that step() states could not be compared", exc_info=True)
+            _LOG.debug("the counts that the step states could not be compared", exc_info=True)
             self._stated.warn_of_zero_loss(doubtful)
         finally:
             here.restore()

@@ -332,7 +332,7 @@ def run_zero_backward(reached: Sequence[ModelOutput], loss: torch.Tensor | None 
     outputs = _leave_out_losses(reached)
     if not outputs and loss is None:
         raise InvalidArgument(
-            "step() did not call the model, or it returned no tensor with a graph; parameters are sharded, so each "
+            "the step did not call the model, or it returned no tensor with a graph; parameters are sharded, so each "
             "micro-batch has to run a backward pass: return the loss of what the model has returned"
         )
     if not all(output.scalar is None or bool(output.scalar.isfinite()) for output in outputs):

@@ -28,7 +28,7 @@ _MOST_PARAMETERS = 8
 _NO_ENTRY: dict[str, Any] = {}
 
 WROTE_INTO_BATCH = (
-    "step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a copy"
+    "the step wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a copy"
 )
 
 
@@ -66,7 +66,7 @@ class BatchWatch:
         if moved or is_recorded or written:
             is_lost = any(storage._cdata not in copied for tensor in moved for storage in storages_of(tensor))
             raise InvalidArgument(
-                WROTE_INTO_BATCH + (" (the batch stays as step() left it)" if is_lost and stays else "")
+                WROTE_INTO_BATCH + (" (the batch stays as the step left it)" if is_lost and stays else "")
             )
 
 
@@ -89,7 +89,7 @@ class GradientWatch:
         )
         if not same:
             raise InvalidArgument(
-                "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
+                "the step changed .grad: return the loss only, and leave backward() and zero_grad() to autobatch"
             )
 
 
@@ -99,7 +99,7 @@ def _refuse_graph(tensor: torch.Tensor) -> None:
     if base.grad_fn is not None:
         raise InvalidArgument(
             f"a tensor of shape {tuple(tensor.shape)} in the batch carries a graph, from which micro-batches are "
-            f"cut off: compute it inside step(), or detach() it"
+            f"cut off: compute it inside the step, or detach() it"
         )
 
 

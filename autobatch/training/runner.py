@@ -252,7 +252,7 @@ class StepRunner:
         self._device.reclaim()
         raise DoesNotFit(
             f"ran out of memory after the last backward pass, before the update ({reason}); the step was undone: free "
-            f"memory or give fit() more headroom="
+            f"memory or pass more headroom="
         )
 
     def _finish(self, undo: Undo, shared: SharedStep | None, *, update: bool) -> None:

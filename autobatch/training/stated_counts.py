@@ -66,8 +66,8 @@ class StatedCounts:
             if one.has_zero_loss and not self._has_warned:
                 self._has_warned = True
                 _LOG.warning(
-                    "a loss of %s is exactly 0, and step() states a count of %s for it: if max(n, 1) keeps that count "
-                    "from 0, the gradient is too small; a part without anything to count has to state 0",
+                    "a loss of %s is exactly 0, and the step states a count of %s for it: if max(n, 1) keeps that "
+                    "count from 0, the gradient is too small; a part without anything to count has to state 0",
                     plural(one.micro_batch.size, "sample"),
                     _show(one.counts),
                 )
@@ -127,7 +127,7 @@ def check_counts(doubtful: Sequence[Stated], smallest: int, ask: Ask) -> str:
     else:
         advice = "do not keep a count from 0, as by max(n, 1): a part without anything to count has to state 0"
     return (
-        f"step() states counts that do not add up: {_show(stated)} for {sum(one.size for one in samples)} samples in "
+        f"the step states counts that do not add up: {_show(stated)} for {sum(one.size for one in samples)} samples in "
         f"micro-batches of up to {size}, and {_show(otherwise)} for the same in micro-batches of up to {largest}; "
         f"{advice}"
     )

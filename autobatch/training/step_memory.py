@@ -224,5 +224,5 @@ def _explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan
     return (
         f"step {step} ran out of memory {PHASES[shortage.ended_in]} at a micro-batch of {samples}; "
         f"{format_bytes(used_bytes)} of a budget of {format_bytes(plan.budget_bytes)} were held before it; {reason}; "
-        f"the step was undone: free memory or give fit() a larger budget="
+        f"the step was undone: free memory or pass a larger budget="
     )

@@ -210,7 +210,7 @@ def _write_entry(scaler: Any, optimizer: Any, entry: dict[str, Any] | None) -> N
 
 def explain_no_retry(step: int, plan: Plan) -> str:
     return (
-        f"so step {step} was not retried; load your last checkpoint and give fit() the optimizer and more headroom= "
+        f"so step {step} was not retried; load your last checkpoint, and plan with the optimizer and more headroom= "
         f"than {format_bytes(plan.headroom_bytes)}"
     )
 

@@ -26,7 +26,7 @@ from autobatch.step.losses import Term, read_terms
 _EXACT_IN_FLOAT32 = 2**24
 _WIDE = frozenset((torch.float32, torch.float64))
 
-_STATED_FOR_SOME = "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
+_STATED_FOR_SOME = "the step states a count (Mean, Sum) for one micro-batch and none for another: always state it"
 
 _MOST_EXPECTED = 16
 """How many times what a first micro-batch tells the step before is believed without a scaler: of float16's range that
@@ -192,8 +192,8 @@ def _find_common_count(terms: Sequence[Term], samples: int) -> float:
     if any(not math.isclose(first, other, rel_tol=1e-6) for other in rest):
         stated = ", ".join(f"{name!r}: {count:g}" for name, count in counts.items())
         raise InvalidArgument(
-            f"step() states different counts for its terms ({stated}), and their totals must be known before the first "
-            f"backward pass: pass weigh= that returns a dict of counts by term"
+            f"the step states different counts for its terms ({stated}), and their totals must be known before the "
+            f"first backward pass: pass weigh= that returns a dict of counts by term"
         )
     return first
 
@@ -207,7 +207,7 @@ def check_names(terms: Sequence[Term], weights: Mapping[str, float]) -> None:
     unknown = named - weights.keys()
     if missing or unknown:
         raise InvalidArgument(
-            f"weigh() gives counts for the terms {sorted(weights)}, and step() returned {sorted(named)}: the "
+            f"weigh() gives counts for the terms {sorted(weights)}, and the step returned {sorted(named)}: the "
             f"names must be the same (PerStep terms have no count)"
         )
 
@@ -216,8 +216,8 @@ def _check_count(term: Term, weight: float) -> None:
     if term.count is not None and not math.isclose(term.count, weight, rel_tol=1e-5):
         name = f" of the term {term.name!r}" if term.name else ""
         raise InvalidArgument(
-            f"step() states a count{name} of {term.count:g} for a micro-batch for which weigh() gives {weight:g}: let "
-            f"weigh= count the same (by term, as a dict, where terms have different counts), or leave weigh= out"
+            f"the step states a count{name} of {term.count:g} for a micro-batch for which weigh() gives {weight:g}: "
+            f"let weigh= count the same (by term, as a dict, where terms have different counts), or leave weigh= out"
         )
 
 

@@ -20,9 +20,8 @@ import autobatch
 from autobatch.batch.samples import describe
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.timeline import Timeline, align
-from autobatch.prediction.tracing.fake_step import Circumstances
 from autobatch.prediction.tracing.ranks import Parallelism, find_units
-from autobatch.prediction.tracing.trace import trace
+from autobatch.prediction.tracing.trace import Circumstances, trace
 from autobatch.records import DeviceInfo
 from autobatch.step.workload import Workload
 from autobatch.undo.gradients import Float32Sums

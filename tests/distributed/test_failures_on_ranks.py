@@ -277,7 +277,7 @@ def test_the_default_device_of_torch_is_not_asked():
             "earlier gradients",
             "InvalidArgument: gradients from before the step differ between the ranks",
         ),
-        ("a call of the wrapper", "InvalidArgument: step() called the DistributedDataParallel model, which"),
+        ("a call of the wrapper", "InvalidArgument: the step called the DistributedDataParallel model, which"),
         ("other buffers", "InvalidArgument: the ranks have different buffers"),
         ("other rates", "InvalidArgument: learning rates differ between the ranks (rank 0: "),
         ("after other buffers", "InvalidArgument: the ranks have different buffers"),

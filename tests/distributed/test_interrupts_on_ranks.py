@@ -282,6 +282,6 @@ def test_an_error_that_is_hard_to_report_undoes_the_step_on_all(name, own, reaso
 def test_a_step_inside_join_is_refused():
     """Ranks whose samples have ended would answer sums that are never made."""
     (other, hung), own = results_of("join")
-    assert other.startswith("InvalidArgument: join() was called on the model, but the Runner sums")
+    assert other.startswith("InvalidArgument: join() was called on the model, but autobatch sums")
     assert not hung
     assert own == ("InvalidArgument", False)

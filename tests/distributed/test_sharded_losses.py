@@ -275,7 +275,7 @@ def test_parameters_that_are_in_neither_are_refused():
     """A graph of a sharded model ends at other tensors than the model's parameters."""
     for text, stays in results_of("unknown"):
         assert text.startswith(
-            "InvalidArgument: step() trains a parameter of shape (4,) that is in neither the model nor "
+            "InvalidArgument: the step trains a parameter of shape (4,) that is in neither the model nor "
         )
         assert not stays
 

@@ -205,7 +205,7 @@ def test_a_step_that_drops_gradients_is_refused(drop, target):
         drop(model)
         return mean_step(model, batch)
 
-    refused = r"step\(\) changed \.grad: leave backward\(\) and zero_grad\(\) to the Runner"
+    refused = r"the step changed \.grad: return the loss only, and leave backward\(\) and zero_grad\(\) to autobatch"
     with pytest.raises(autobatch.InvalidArgument, match=refused):
         autobatch.fit(model, target, batch=batch, step=step, max_micro_batch=4, check=None, reuse=False)
     with pytest.raises(autobatch.InvalidArgument, match=refused):

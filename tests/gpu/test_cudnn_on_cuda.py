@@ -8,7 +8,7 @@ import pytest
 import stand_in
 import torch
 
-from autobatch.prediction.tracing.convolutions import find_calls, find_layout
+from autobatch.prediction.tracing.kernels import find_calls, find_layout
 from autobatch.prediction.workspaces import ask_cudnn, find_libraries
 
 pytestmark = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autobatch.integrations.transformers.known_rules import KnownRules, kind_of
+from autobatch.integrations.transformers.loss_rule import KnownRules, kind_of
 
 ROWS = torch.ones(3, 4, dtype=torch.long)
 

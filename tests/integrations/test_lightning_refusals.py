@@ -14,10 +14,10 @@ from lightning_runs import Made, load, module_of, train
 from torch import nn
 from torch.nn import functional as F
 
+from autobatch import Sum
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.integrations.lightning import Autobatch
-from autobatch.integrations.lightning.callback import callback_bases
-from autobatch.integrations.lightning.refusals import refuse_unsupported
+from autobatch.integrations.lightning.callback import callback_bases, refuse_unsupported
 
 
 def iterates(self, dataloader_iter):
@@ -33,6 +33,12 @@ def compares(self, batch, batch_idx):
 def gives_up(self, batch, batch_idx):
     """No loss for few samples."""
     return F.cross_entropy(self.net(batch[0]), batch[1]) if len(batch[0]) > 6 else None
+
+
+def adds_a_penalty(self, batch, batch_idx):
+    """A term that does not grow with the samples, in a sum that does."""
+    losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+    return Sum(losses + sum(parameter.square().sum() for parameter in self.parameters()), len(batch[0]))
 
 
 def logs_gradients(self):
@@ -61,7 +67,7 @@ REFUSED = {
     "manual optimization": (
         {"made": Made(changes={"automatic_optimization": property(lambda _: False, lambda *_: None)}), "clip": None},
         InvalidArgument,
-        r"^Net: manual optimization: your training_step owns the loop; use autobatch\.Runner\(",
+        r"^Net: manual optimization: your training_step owns the loop; let Lightning step the optimizer",
     ),
     "accumulate_grad_batches": (
         {"accumulate_grad_batches": 4},
@@ -89,6 +95,11 @@ REFUSED = {
         r"^target_batch=256, and the loader gives 31 samples at once: give the DataLoader batch_size=256",
     ),
     "a loss that compares samples": ({"made": Made(changes={"training_step": compares})}, InexactSplit, "not exact"),
+    "a penalty in a stated sum": (
+        {"made": Made(changes={"training_step": adds_a_penalty})},
+        InexactSplit,
+        r"autobatch\.PerStep \(in Lightning: multiply the term by the count of your autobatch\.Sum\)$",
+    ),
     "BatchNorm": ({"made": Made(body=lambda: nn.BatchNorm1d(32))}, InexactSplit, "BatchNorm"),
     "no loss for a part": (
         {"made": Made(changes={"training_step": gives_up}), "attached": {"check": None}},

@@ -30,7 +30,7 @@ from trainers import (
 from transformers import Trainer
 
 from autobatch.integrations.transformers import attach
-from autobatch.integrations.transformers.trainer_state import TrainerAttributes
+from autobatch.integrations.transformers.trainer_step import TrainerAttributes
 from autobatch.testing import oom_at
 
 SINGLE = 1e-6

@@ -10,7 +10,7 @@ import torch
 from trainers import TARGET, Classes, Interrupted, bert, train, trainer_of
 from transformers import Trainer, TrainerCallback
 
-from autobatch.integrations.transformers.trainer_state import TrainerAttributes
+from autobatch.integrations.transformers.trainer_step import TrainerAttributes
 
 
 class Reads(TrainerCallback):

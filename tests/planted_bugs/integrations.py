@@ -6,7 +6,7 @@ from planted_bugs import bug
 
 
 @bug(
-    "autobatch.integrations.transformers.trainer_state.TrainerAttributes.put",
+    "autobatch.integrations.transformers.trainer_step.TrainerAttributes.put",
     "tests/integrations/test_shortages.py::test_what_a_step_counts_is_counted_once",
 )
 def a_trainer_counts_twice(real, self, taken):

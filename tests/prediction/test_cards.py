@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from sampling import sample
 
 from autobatch.errors import InvalidArgument
@@ -24,7 +23,6 @@ from autobatch.prediction.cards import (
     explain_choice,
     find_gpu,
     make_gpu,
-    read_rows,
 )
 
 GIB, MIB = 2**30, 2**20
@@ -143,12 +141,6 @@ def test_a_card_of_which_no_total_was_found_has_the_least_of_those_with_as_much_
         assert not gpu.measured
         assert gpu.total_bytes == find_gpu(name).total_bytes == min(other.total_bytes for other in alike)
     assert bool(named) == ("which has as much" in gpu.source and not gpu.architecture.startswith("gfx"))
-
-
-def test_a_line_that_is_no_card_is_refused():
-    """A table that is damaged ends the import, not a prediction."""
-    with pytest.raises(ValidationError, match="mebibytes"):
-        read_rows("name,mebibytes\nH100,eighty")
 
 
 @by_card

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.prediction.tracing.convolutions import find_calls, find_layout
+from autobatch.prediction.tracing.kernels import find_calls, find_layout
 
 FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 

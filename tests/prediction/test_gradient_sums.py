@@ -1,4 +1,4 @@
-"""``prediction.tracing.gradient_sums``: which sums of gradients are made in place, and what if that cannot be known."""
+"""``prediction.tracing.recording``: which sums of gradients are made in place, and what if that cannot be known."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from autobatch.batch.samples import describe
-from autobatch.prediction.tracing import gradient_sums
+from autobatch.prediction.tracing import recording
 from autobatch.prediction.tracing.fake_device import present
-from autobatch.prediction.tracing.gradient_sums import sole_holder
-from autobatch.prediction.tracing.recording import FakeMode
+from autobatch.prediction.tracing.recording import FakeMode, sole_holder
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
 from autobatch.torch_internals.storages import is_dense
@@ -67,7 +66,7 @@ def test_where_holders_cannot_be_told_more_is_predicted(counts, monkeypatch):
     """On a torch that counts otherwise each sum is a copy: too much is said, and never too little."""
     expected = _backward_blocks(_meet)
     sole_holder.cache_clear()
-    monkeypatch.setattr(gradient_sums, "holders_of", counts)
+    monkeypatch.setattr(recording, "holders_of", counts)
     assert _backward_blocks(_meet) == expected + 4
 
 
@@ -80,7 +79,7 @@ def test_other_counts_are_found_by_themselves(monkeypatch):
     )
     expected = _backward_blocks(_meet)
     sole_holder.cache_clear()
-    monkeypatch.setattr(gradient_sums, "sys", shifted)
+    monkeypatch.setattr(recording, "sys", shifted)
     assert _backward_blocks(_meet) == expected
     assert sole_holder()[2] > 7
 

@@ -9,9 +9,8 @@ from torch.nn import functional as F
 
 from autobatch.batch.samples import describe
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.tracing.fake_step import Circumstances
 from autobatch.prediction.tracing.kernels import find_grouped_product
-from autobatch.prediction.tracing.trace import trace
+from autobatch.prediction.tracing.trace import Circumstances, trace
 from autobatch.step.workload import Workload
 
 WIDTH = 64

@@ -16,15 +16,14 @@ from workloads import bits_of, differences
 import autobatch
 from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
-from autobatch.prediction import estimate, retrace
+from autobatch.prediction import estimate, sizing
 from autobatch.prediction.allocator import simulate
 from autobatch.prediction.cards import COMMON, GPUS
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.predict import MARGIN, MARGIN_REASON
 from autobatch.prediction.timeline import combine
-from autobatch.prediction.tracing.fake_step import Circumstances
-from autobatch.prediction.tracing.trace import trace
+from autobatch.prediction.tracing.trace import Circumstances, trace
 from autobatch.step.workload import Workload
 
 pytestmark = pytest.mark.predicts
@@ -71,7 +70,7 @@ def test_its_tables_are_made_while_another_process_traces(monkeypatch, all_cards
         with begin_apart(function) as answer:
             yield lambda: done.append("traced") or answer()
 
-    monkeypatch.setattr(retrace, "begin_apart", begin)
+    monkeypatch.setattr(sizing, "begin_apart", begin)
     monkeypatch.setattr(
         estimate, "simulate", lambda *args, **kwargs: done.append("simulated") or simulate(*args, **kwargs)
     )
@@ -321,7 +320,7 @@ def test_what_the_runner_would_refuse_is_refused_here():
 
     with pytest.raises(InvalidArgument, match=r"trains a parameter of shape \(4, 4\) that is in neither the model nor"):
         autobatch.predict(model, batch, run, gpu="L4")
-    with pytest.raises(InvalidArgument, match=r"step\(\) calls backward; return the loss"):
+    with pytest.raises(InvalidArgument, match="the step calls backward: return the loss"):
         autobatch.predict(model, batch, step_back, gpu="L4")
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     assert autobatch.predict(model, batch, run, optimizer, gpu="L4").plan

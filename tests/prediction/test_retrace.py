@@ -1,4 +1,4 @@
-"""``prediction.retrace``: the size that is traced again, and what becomes of an estimate that does not hold there."""
+"""``prediction.sizing``: the size that is traced again, and what becomes of an estimate that does not hold there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.retrace import prove
+from autobatch.prediction.sizing import prove
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, combine
 
 MIB = 2**20

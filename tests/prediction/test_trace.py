@@ -18,7 +18,7 @@ from workloads import bits_of, differences
 import autobatch.prediction.tracing.trace as trace_module
 from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.retrace import check_timeline
+from autobatch.prediction.sizing import check_timeline
 from autobatch.prediction.timeline import TracedStep
 from autobatch.prediction.tracing import fake_device
 from autobatch.prediction.tracing.failures import TooLong

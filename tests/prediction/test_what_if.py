@@ -15,9 +15,14 @@ from workloads import Plain
 import autobatch
 from autobatch.batch.samples import describe
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.tracing.fake_step import Circumstances
-from autobatch.prediction.tracing.trace import trace_timeline
-from autobatch.prediction.what_if import EightBitAdam, _checkpointed, _traced_ways, other_optimizers, repeated_blocks
+from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
+from autobatch.prediction.what_if import (
+    EightBitAdam,
+    _traced_ways,
+    _with_checkpoints,
+    other_optimizers,
+    repeated_blocks,
+)
 from autobatch.step.workload import Workload
 
 MIB = 2**20
@@ -211,10 +216,9 @@ def test_a_forward_of_the_instance_stays():
         return usual(inputs)
 
     block.forward = forward
+    run = _with_checkpoints(lambda model, batch: model(batch).sum(), block, [block])
     for _ in range(2):
-        with _checkpointed(block):
-            block(torch.zeros(3, 2, requires_grad=True)).sum().backward()
-        assert vars(block)["forward"] is forward
+        run(block, torch.zeros(3, 2, requires_grad=True)).backward()
     assert called == [3] * 4  # recomputed in the backward pass
 
 

@@ -200,11 +200,11 @@ def schedule(training, model, batch):
 
 LOOPS = {
     **{
-        name: (loop, "step() calls backward; return the loss, the Runner does the rest")
+        name: (loop, "the step calls backward: return the loss, autobatch runs the backward pass")
         for name, loop in BACKWARD.items()
     },
-    **{name: (loop, "step() calls optimizer.step(); return the loss") for name, loop in UPDATE.items()},
-    "a scheduler": (schedule, "step() calls scheduler.step(); return the loss"),
+    **{name: (loop, "the step calls optimizer.step(): return the loss") for name, loop in UPDATE.items()},
+    "a scheduler": (schedule, "the step calls scheduler.step(): return the loss"),
 }
 
 
@@ -296,7 +296,7 @@ def test_an_optimizer_that_is_none_of_torchs_is_refused_as_well(loop, use):
     """Where there is no hook, its method is covered, and there again afterwards."""
     training, batch = Training(HandMade), make_batch(8)
     before = training.bits()
-    with pytest.raises(InvalidArgument, match=r"step\(\) calls (backward|optimizer\.step\(\))"):
+    with pytest.raises(InvalidArgument, match=r"the step calls (backward|optimizer\.step\(\))"):
         USES[use](training, lambda model, part: loop(training, model, part), batch)
     assert differences(training.bits(), before) == []
     assert "step" not in vars(training.optimizer)
@@ -515,7 +515,7 @@ def test_a_loop_that_begins_later_is_refused_by_the_same_name(loop, call):
     while len(calls) + 2 < call:
         runner.step(make_batch(8))
     before = training.bits()
-    with pytest.raises(InvalidArgument, match=r"step\(\) calls backward; return the loss"):
+    with pytest.raises(InvalidArgument, match="the step calls backward: return the loss"):
         runner.step(make_batch(8))
     assert differences(training.bits(), before) == []
     assert not any(parameter._post_accumulate_grad_hooks for parameter in training.model.parameters())
@@ -606,7 +606,7 @@ def test_zero_grad_in_the_step_is_refused_by_all_alike(asked, way):
     }[asked]
     before = training.bits()
     attributes = {*vars(training.optimizer)}
-    with pytest.raises(InvalidArgument, match=r"leave backward\(\) and zero_grad\(\) to the Runner"):
+    with pytest.raises(InvalidArgument, match=r"leave backward\(\) and zero_grad\(\) to autobatch"):
         ask()
     assert differences(training.bits(), before) == []
     assert {*vars(training.optimizer)} == attributes

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from autobatch._arguments import check_target
 from autobatch.errors import InvalidArgument
 from autobatch.fitting.options import IntegrationOptions, Options, names_of, refuse_unknown
-from autobatch.integrations.lightning.refusals import refuse_optimizer, refuse_unsupported
-from autobatch.integrations.lightning.training import Optimization
+from autobatch.integrations.lightning.training import Optimization, refuse_accumulation
 from autobatch.plan import Plan
 from autobatch.result import StepResult
 from autobatch.runner import Runner
-from autobatch.step.workload import Weigh
+from autobatch.step.workload import Weigh, Workload
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_STRATEGIES = frozenset(("SingleDeviceStrategy", "DDPStrategy"))
+_CHANGES_THE_TARGET = {
+    "BatchSizeFinder": "changes the target batch; leave it out, autobatch replaces it",
+    "GradientAccumulationScheduler": "changes the target batch while training; leave it out",
+}
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -53,11 +60,7 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
     """
 
     def __init__(
-        self,
-        target_batch: int | None = None,
-        *,
-        weigh: Weigh | None = None,
-        **options: Unpack[IntegrationOptions],
+        self, target_batch: int | None = None, *, weigh: Weigh | None = None, **options: Unpack[IntegrationOptions]
     ) -> None:
         """Check the arguments; the first batch uses them.
 
@@ -128,3 +131,45 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
         """Take plan and size of a checkpoint; Lightning calls it before the first batch."""
         if self._optimization is not None:
             self._optimization.saved = state_dict
+
+
+def refuse_unsupported(trainer: Any, module: Any) -> None:
+    """Raise InvalidArgument for a training whose steps cannot run in micro-batches of any size."""
+    strategy, reason = type(trainer.strategy).__name__, ""
+    changing = [kind for kind in (type(one).__name__ for one in trainer.callbacks) if kind in _CHANGES_THE_TARGET]
+    if not module.automatic_optimization:
+        reason = (
+            "manual optimization: your training_step owns the loop; let Lightning step the optimizer "
+            "(automatic_optimization = True), or leave this callback out and use autobatch.Runner in training_step"
+        )
+    elif "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        reason = (
+            "training_step(dataloader_iter) fetches its own batches, which cannot be divided; take (batch, batch_idx)"
+        )
+    elif "DeepSpeed" in strategy:
+        reason = f"{strategy} owns the backward pass and counts its calls; use plan.settings('deepspeed')"
+    elif "FSDP" in strategy or "ModelParallel" in strategy:
+        reason = (
+            f"{strategy} gathers parameters inside the passes, where ranks that run different micro-batches would wait "
+            f"for each other; use strategy='ddp'"
+        )
+    elif strategy not in _STRATEGIES:
+        reason = f"{strategy} is not supported; use one device or strategy='ddp', or plan.settings('lightning')"
+    elif changing:
+        reason = f"{changing[0]} {_CHANGES_THE_TARGET[changing[0]]}"
+    if reason:
+        raise InvalidArgument(f"{type(module).__name__}: {reason}")
+    refuse_accumulation(trainer, module)
+
+
+def refuse_optimizer(optimizer: Any, module: Any) -> None:
+    """Raise InvalidArgument for an optimizer that runs several closures or inside the backward pass, and for none."""
+    name = type(module).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidArgument(
+            f"{name}: LBFGS runs training_step several times in a step, with parameters that move; choose another "
+            f"optimizer"
+        )
+    if type(optimizer).__name__ == "_MockOptimizer":  # Lightning's own, where there is none
+        raise InvalidArgument(f"{name}.configure_optimizers() returned no optimizer: there is no step to divide")
+    Workload(module, module.training_step)  # refuses hooks on gradients

@@ -1,10 +1,7 @@
 """Logs once a step what each of its micro-batches logs.
 
-1. ``merge_calls`` combines their calls of ``self.log`` as ``reduce_fx`` says. Means are weighed.
-2. ``BatchSizes`` finds out whether a call's ``batch_size=`` is that of the micro-batch or that of the whole batch.
-3. ``StepMetrics`` gives a metric of torchmetrics that is logged with ``on_step=True`` one value for the whole step. Its
-   value over an epoch needs nothing: micro-batches add up its states.
-4. ``ResultsKeeper`` takes back what an undone step has logged.
+Calls of ``self.log`` are combined as ``reduce_fx`` says, and means are weighed. A metric of torchmetrics that is logged
+with ``on_step=True`` gets one value for the whole step; for an epoch, micro-batches add up its states.
 """
 
 from __future__ import annotations
@@ -16,14 +13,14 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from autobatch._formatting import plural
+from autobatch.batch.tree import is_array
 from autobatch.errors import InvalidArgument
-from autobatch.integrations.attributes import is_number
-from autobatch.integrations.lightning.outputs import Way, combine
+from autobatch.integrations.attributes import are_equal, is_number, weighted_mean
 
 _log = logging.getLogger("autobatch")
 _ADDED_UP = frozenset(("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat", "NoneType"))
@@ -71,13 +68,10 @@ class BatchSizes:
 
     A number that stays the same while parts of one batch differ in size is the whole batch's. One that changes between
     parts of one batch is the micro-batch's own. The trials and comparisons before the first step show it too.
-
-    Attributes:
-        is_whole: Which of the two each call passes, as far as parts of a batch have shown it.
     """
 
     def __init__(self) -> None:
-        self.is_whole: dict[Key, bool] = {}
+        self.is_whole: dict[Key, bool] = {}  # which of the two each call passes, as far as parts have shown it
         self._seen: dict[Key, tuple[set[int], set[int]]] = {}  # the numbers, and the sizes of the parts
         self._guessed: set[Key] = set()
 
@@ -251,3 +245,63 @@ class ResultsKeeper:
             results[key] = metric
         results.batch_size = taken["batch_size"]
         self._trainer._logger_connector._current_fx = taken["fx"]  # noqa: SLF001 - the same
+
+
+# ------------------------------------------------------------------------------- one value, or one output, for several
+
+Way = Literal["mean", "sum", "max", "min"]
+
+
+def combine(way: Way, values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Return one value for those of several micro-batches: tensors of one element, or numbers."""
+    if not any(isinstance(value, torch.Tensor) for value in values):
+        return float(combine(way, [torch.tensor(value, dtype=torch.float64) for value in values], weights))
+    tensors = [torch.as_tensor(value).reshape(()) for value in values]
+    # Lightning stores what is narrower in torch's default dtype.
+    wide = [one if one.dtype == torch.float64 else one.to(torch.get_default_dtype()) for one in tensors]
+    if way == "sum":
+        return sum(wide)
+    if way == "mean":
+        return weighted_mean(wide, weights)
+    return torch.stack(wide).max() if way == "max" else torch.stack(wide).min()
+
+
+def join_outputs(outputs: Sequence[dict[str, Any]], sizes: Sequence[int], weights: Sequence[float]) -> dict[str, Any]:
+    """Join the outputs of micro-batches of these sizes, without their losses, for ``on_train_batch_end``."""
+    names = [name for name in outputs[0] if all(name in output for output in outputs)] if outputs else []
+    return {name: _join([output[name] for output in outputs], sizes, weights) for name in names}
+
+
+def _join(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if all(_count_rows(value) == size for value, size in zip(values, sizes, strict=True)):
+        if isinstance(first, torch.Tensor):
+            return torch.cat([*values])
+        return (
+            sys.modules["numpy"].concatenate(values) if is_array(first) else [row for value in values for row in value]
+        )
+    if all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
+        return {key: _join([value[key] for value in values], sizes, weights) for key in first}
+    if all(type(value) is tuple and len(value) == len(first) for value in values):
+        return tuple(_join(parts, sizes, weights) for parts in zip(*values, strict=True))
+    return _join_values(values, weights)
+
+
+def _join_values(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Keep what is equal, and average floats; other values become a list."""
+    first = values[0]
+    if all(are_equal(first, value) for value in values[1:]):
+        return first
+    if all(isinstance(value, float) for value in values):
+        return combine("mean", values, weights)
+    if all(isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point() for value in values):
+        return combine("mean", values, weights).to(first.dtype)
+    return [*values]
+
+
+def _count_rows(value: Any) -> int | None:
+    if isinstance(value, torch.Tensor) or is_array(value):
+        return int(value.shape[0]) if value.ndim else None
+    return len(value) if isinstance(value, list) else None

@@ -29,20 +29,13 @@ class MicroBatchOutput:
 
 
 class ModuleStep:
-    """The step of a Runner, which keeps ``outputs`` by ``take`` and ``put``.
-
-    Attributes:
-        arguments: Arguments of ``training_step`` for the running batch.
-        outputs: Outputs of the finished micro-batches.
-        batch_sizes: What the ``batch_size=`` of each call of ``self.log`` counts.
-        refusal: Reason why a micro-batch of the running batch has no loss; empty if all have one.
-    """
+    """The step of a Runner, which keeps ``outputs`` by ``take`` and ``put``."""
 
     def __init__(self, trainer: Any, module: Any, loop: Any, weigh: Weigh | None) -> None:
-        self.arguments: Mapping[str, Any] = {}
-        self.outputs: list[MicroBatchOutput] = []
+        self.arguments: Mapping[str, Any] = {}  # of ``training_step`` for the running batch
+        self.outputs: list[MicroBatchOutput] = []  # of the finished micro-batches
         self.batch_sizes = BatchSizes()
-        self.refusal = ""
+        self.refusal = ""  # why a micro-batch of the running batch has no loss
         self._trainer, self._module, self._loop, self._weigh = trainer, module, loop, weigh
 
     def run(self, _: Any, micro_batch: Any) -> torch.Tensor | Mean | Sum:

@@ -17,17 +17,17 @@ from autobatch.exactness.comparison import samples_differ
 from autobatch.exactness.verification import verify_in_training
 from autobatch.fitting.fit import fit
 from autobatch.fitting.options import Options
-from autobatch.integrations.attributes import replaced
+from autobatch.integrations.attributes import advise, replaced
 from autobatch.integrations.lightning.logs import (
     LogCall,
     ResultsKeeper,
     StepMetrics,
     UnknownMetric,
+    combine,
+    join_outputs,
     merge_calls,
 )
 from autobatch.integrations.lightning.module_step import ModuleStep, hook_name
-from autobatch.integrations.lightning.outputs import combine, join_outputs
-from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_target
 from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
@@ -41,6 +41,11 @@ _log = logging.getLogger("autobatch")
 
 _VERIFIED_AGAIN = (2, 4, 8)
 """Batches that are compared with their parts after the first: its samples may not show what later ones do."""
+
+_ADVICE = {
+    "autobatch.PerStep": " (in Lightning: multiply the term by the count of your autobatch.Sum)",
+    "a dict of losses": " (Lightning takes one loss: use autobatch.Runner in manual optimization)",
+}
 
 
 class Optimization:
@@ -81,7 +86,9 @@ class Optimization:
             self._verify_again(runner, batch)
             self._step.refusal = ""
             self.result = self._run_step(runner, batch)
-        except AutobatchError:
+        except AutobatchError as error:
+            if not self._step.refusal and isinstance(error, InexactSplit):
+                raise InexactSplit(advise(error, _ADVICE)) from None
             if not self._step.refusal:
                 raise
         else:
@@ -162,7 +169,7 @@ class Optimization:
             return
         if options.fit["check"] == "raise":
             raise InexactSplit(str(verdict))
-        _log.warning("%s", verdict)
+        _log.warning("%s", advise(verdict, _ADVICE))
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
@@ -280,18 +287,14 @@ class Optimization:
 
 
 class LightningRunner(Runner):
-    """A Runner whose update ``apply`` makes; it calls its argument right before the parameters move.
-
-    Attributes:
-        ended_early: Whether memory ran out in the last step's update, before the parameters moved.
-    """
+    """A Runner whose update ``apply`` makes; it calls its argument right before the parameters move."""
 
     _is_in_users_loop = False
 
     def __init__(self, apply: Callable[[Callable[[], None]], None], *arguments: Any, **named: Any) -> None:
         """Bind a plan to a module; the other arguments are Runner's."""
         self._apply = apply
-        self.ended_early = False
+        self.ended_early = False  # whether memory ran out in the last step's update, before the parameters moved
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         super().__init__(*arguments, **named)
         self._has_reported_gradients = True  # Lightning has cleared them, or its user's ``optimizer_zero_grad`` has not
@@ -339,3 +342,29 @@ class LightningRunner(Runner):
                 f"ran out of memory inside the optimizer's step ({reason}): parameters may have moved, "
                 f"{explain_no_retry(self.steps, self.plan)}"
             )
+
+
+def refuse_accumulation(trainer: Any, module: Any) -> None:
+    """Raise InvalidArgument if Lightning adds up batches: it would divide each by their number."""
+    if trainer.accumulate_grad_batches != 1:
+        raise InvalidArgument(
+            f"{type(module).__name__}: accumulate_grad_batches={trainer.accumulate_grad_batches} counts each batch the "
+            f"same, whatever its size; give the DataLoader the whole batch, and leave accumulate_grad_batches out"
+        )
+
+
+def refuse_target(target: int, samples: int, ranks: int, loader: Any) -> None:
+    """Raise InvalidArgument where the loader's batches are not this rank's share of the target."""
+    share, rest = divmod(target, ranks)
+    if rest:
+        raise InvalidArgument(
+            f"target_batch={target} over {ranks} ranks: the loader gives each rank equally many samples; pass a "
+            f"multiple of {ranks}"
+        )
+    size = getattr(loader, "batch_size", None) or samples
+    if size != share:
+        where = f" on each of {ranks} ranks" if ranks > 1 else ""
+        raise InvalidArgument(
+            f"target_batch={target}, and the loader gives {size} samples at once{where}: give the DataLoader "
+            f"batch_size={share}, which autobatch divides, or leave target_batch out"
+        )

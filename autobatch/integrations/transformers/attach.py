@@ -15,8 +15,7 @@ from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.fitting.options import IntegrationOptions, Options, names_of, refuse_unknown
 from autobatch.integrations.transformers.cuts import SampleKeeper
 from autobatch.integrations.transformers.evaluation import EvaluationStep
-from autobatch.integrations.transformers.trainer_state import AutobatchState
-from autobatch.integrations.transformers.training import TrainingStep
+from autobatch.integrations.transformers.training import AutobatchState, TrainingStep
 from autobatch.step.workload import Weigh
 
 if TYPE_CHECKING:
@@ -26,11 +25,7 @@ _log = logging.getLogger("autobatch")
 
 
 def attach(
-    trainer: Any,
-    target_batch: int | None = None,
-    *,
-    weigh: Weigh | None = None,
-    **options: Unpack[IntegrationOptions],
+    trainer: Any, target_batch: int | None = None, *, weigh: Weigh | None = None, **options: Unpack[IntegrationOptions]
 ) -> TrainingStep:
     """Let a Trainer's optimizer steps see ``target_batch`` samples, in micro-batches that fit.
 

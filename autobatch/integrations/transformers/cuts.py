@@ -19,6 +19,7 @@ from autobatch.batch.example import choose_samples
 from autobatch.batch.samples import describe
 from autobatch.batch.tree import map_tensors
 from autobatch.errors import InvalidArgument
+from autobatch.integrations.attributes import are_equal
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -28,13 +29,6 @@ IGNORED = -100  # the label of a position that has no loss, as everywhere in Hug
 _MASK = "attention_mask"
 _KEY = "autobatch_samples"
 _MOST_COLLATED = 64  # samples of the largest batch: a larger micro-batch repeats them
-
-
-class _Kept:
-    """Samples in a batch, in an object that no library moves, pads or divides."""
-
-    def __init__(self, samples: Sequence[Any]) -> None:
-        self.samples = samples
 
 
 class SampleKeeper:
@@ -48,7 +42,7 @@ class SampleKeeper:
         kept = copy_samples(samples)
         batch = self.collate(samples)
         if isinstance(batch, MutableMapping):
-            batch[_KEY] = _Kept(kept)
+            batch[_KEY] = Collated(kept, self.collate)  # an object that no library moves, pads or divides
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -65,7 +59,7 @@ def copy_samples(samples: Sequence[Any]) -> list[Any]:
 def take_samples(inputs: Any) -> Sequence[Any] | None:
     """Take the samples out of a batch; what is left is what the Trainer's own collate function made."""
     kept = inputs.pop(_KEY, None) if isinstance(inputs, MutableMapping) else None
-    return kept.samples if isinstance(kept, _Kept) else None
+    return kept.samples if isinstance(kept, Collated) else None
 
 
 def count_rows(inputs: Any) -> int | None:
@@ -172,7 +166,7 @@ class CollatedSamples(Rows):
 
     def can_divide(self, inputs: Any, samples: Sequence[Any] | None) -> bool:
         # Not if the collate function draws: the same samples have to give the same batch.
-        return samples is not None and _are_equal(self._collate(copy_samples(samples)), inputs)
+        return samples is not None and are_equal(self._collate(copy_samples(samples)), inputs)
 
     def batch_of(self, inputs: Any, samples: Sequence[Any] | None, largest: int = 1) -> Any:
         return Collated(samples or (), self._collate, inputs)
@@ -182,11 +176,7 @@ class CollatedSamples(Rows):
 
 
 def cuts_for(trainer: Any, collate: Collate, inputs: Any, samples: Sequence[Any] | None) -> list[Rows]:
-    """Return the ways to divide this batch, the one that takes least memory first.
-
-    Raises:
-        InvalidArgument: There is none.
-    """
+    """Return the ways to divide this batch, the one that takes least memory first; refuse a batch without any."""
     # An encoder and a decoder may have equally many positions, and NEFTune's noise depends on the number of columns.
     has_two_lengths = getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False)
     trims = not has_two_lengths and getattr(trainer, "neftune_noise_alpha", None) is None
@@ -245,13 +235,3 @@ def _last_used(group: Mapping[str, torch.Tensor]) -> torch.Tensor:
     any_used = torch.stack(used).any(0)
     columns = torch.arange(1, any_used.shape[1] + 1, device=any_used.device)
     return (any_used * columns).amax(1).clamp_min(1)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one.to(other.device), other)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    return type(one) is type(other) and (isinstance(one, torch.Tensor) or bool(one == other))

@@ -17,25 +17,19 @@ from transformers.trainer_pt_utils import nested_concat
 
 from autobatch.batch.samples import describe
 from autobatch.fitting.options import Options
-from autobatch.integrations.attributes import is_number, replaced
-from autobatch.integrations.transformers.cuts import (
-    Collate,
-    copy_samples,
-    count_rows,
-    count_samples,
-    take_samples,
-)
-from autobatch.integrations.transformers.known_rules import KnownRules
+from autobatch.integrations.attributes import is_number, replaced, weighted_mean
+from autobatch.integrations.transformers.cuts import Collate, copy_samples, count_rows, count_samples, take_samples
 from autobatch.integrations.transformers.logs import StepMetrics, TrainerLogs
 from autobatch.integrations.transformers.loss_rule import (
     DIVIDED,
     SAMPLES,
     WEIGHED,
+    KnownRules,
     Reading,
     choose_telling,
     read_loss,
 )
-from autobatch.integrations.transformers.trainer_state import TrainerAttributes, undone
+from autobatch.integrations.transformers.trainer_step import TrainerAttributes, undone
 from autobatch.integrations.transformers.training import TrainingStep
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.undo.undo import Undo
@@ -73,15 +67,11 @@ class _Batch:
 
 
 class EvaluationStep:
-    """Takes the place of a Trainer's ``prediction_step``.
-
-    Attributes:
-        size: The most samples that run at once; ``None`` before memory has run out for the first time.
-    """
+    """Takes the place of a Trainer's ``prediction_step``."""
 
     def __init__(self, trainer: Any, collate: Collate, training: TrainingStep, options: Options) -> None:
         """Bind a Trainer whose ``prediction_step`` is still its own."""
-        self.size: int | None = None
+        self.size: int | None = None  # the most samples that run at once, after memory has run out
         self._trainer, self._collate, self._training = trainer, collate, training
         self._prediction_step = trainer.prediction_step
         self._weigh: Callable[[Any], Any] | None = options.weigh
@@ -234,7 +224,4 @@ def _join_losses(parts: Sequence[_Part], reading: Reading) -> Any:
         return None
     if reading == DIVIDED:
         return sum(losses)
-    total = sum(part.weight for part in parts)
-    # A part that counts for nothing may have a loss that is not a number.
-    counting = [part.outputs[0] * (part.weight / total) for part in parts if part.weight]
-    return sum(counting) if counting else losses[0]
+    return weighted_mean(losses, [part.weight for part in parts])

@@ -1,10 +1,8 @@
 """Puts together what the micro-batches of a step log, so that it is logged once, with the whole batch's values.
 
-- ``Trainer.log``: numbers are averaged. The weight of a micro-batch is what ``weigh=`` returns, else what the Trainer
-  counts, else its number of samples.
-- TRL's ``compute_loss`` appends to lists in ``trainer._metrics`` or ``_stored_metrics``, and its ``log`` takes the mean
-  of each. The entries are means over tokens or samples, smallest and largest values, sums and counts. Means over
-  padding, such as the logits of CPO, cannot be restored: parts do not know the padding of the whole batch.
+Numbers are averaged: a micro-batch weighs what ``weigh=`` returns, else what the Trainer counts, else its samples.
+TRL's ``compute_loss`` appends means, extremes, sums and counts to lists, of which the Trainer's ``log`` takes the mean.
+Means over padding, such as the logits of CPO, cannot be restored: parts do not know the padding of the whole batch.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from autobatch.integrations.attributes import is_number, replaced
+from autobatch.integrations.attributes import is_number, replaced, weighted_mean
 from autobatch.integrations.transformers.cuts import IGNORED
 
 TABLES = "_metrics", "_stored_metrics"  # TRL's lists, by "train" or "eval"
@@ -34,15 +32,12 @@ class _LogCall:
 
 
 class TrainerLogs:
-    """Calls of ``log`` by the micro-batches of one step, as an object that a Runner keeps.
-
-    Attributes:
-        micro_batches: The calls of each micro-batch, and its weight; ``None`` for its number of samples.
-    """
+    """Calls of ``log`` by the micro-batches of one step, as an object that a Runner keeps."""
 
     def __init__(self, trainer: Any, weigh: Callable[[Any], Any] | None) -> None:
         self._trainer, self._weigh = trainer, weigh
         self._count_items = trainer._get_num_items_in_batch  # noqa: SLF001 - nothing public counts as the Trainer does
+        # The calls of each micro-batch, and its weight; ``None`` for its number of samples.
         self.micro_batches: list[tuple[Sequence[_LogCall], float | None]] = []
 
     def take(self) -> Any:
@@ -91,26 +86,17 @@ def _average(values: Sequence[tuple[Any, float]]) -> Any:
     """Return the mean; the last value if they are not all numbers."""
     if len(values) == 1 or not all(is_number(value) for value, _ in values):
         return values[-1][0]
-    total = sum(weight for _, weight in values)
-    if not total:
-        return sum(value for value, _ in values) / len(values)
-    # A mean over nothing is not a number.
-    return sum(value * (weight / total) for value, weight in values if weight)
+    return weighted_mean([value for value, _ in values], [weight for _, weight in values])
 
 
 # ------------------------------------------------------------------------------------------------- TRL's metrics
 
 
 class StepMetrics:
-    """The entries that one step adds.
-
-    Attributes:
-        weights: For each micro-batch, weights by name of metrics that are means over tokens. The Runner restores the
-            list.
-    """
+    """The entries that one step adds; the Runner restores ``weights``."""
 
     def __init__(self, trainer: Any, mode: Literal["train", "eval"]) -> None:
-        self.weights: list[dict[str, float]] = []
+        self.weights: list[dict[str, float]] = []  # of each micro-batch, by name of metrics that are means over tokens
         self._trainer, self._mode = trainer, mode
         self._before: dict[str, int] = {}
         self._total_before = 0
@@ -130,12 +116,7 @@ class StepMetrics:
             self.weights.append(_weigh(inputs, full_texts=hasattr(self._trainer, "odds_ratio_loss")))
 
     def merge(self, samples: Sequence[int], exchange: Exchange | None = None) -> None:
-        """Replace the entries of the step's micro-batches by one.
-
-        Args:
-            samples: Number of samples of each micro-batch.
-            exchange: Shares values with the other ranks, if there are any.
-        """
+        """Replace the entries of the step's micro-batches, which have so many ``samples``, by one for all ranks."""
         if not self.are_there() or (exchange is None and len(samples) < 2):
             return
         found = {name: _merge(name, *added) for name, added in self._added(samples).items()}
@@ -217,6 +198,4 @@ def _merge(name: str, values: Sequence[float], weights: Sequence[float]) -> tupl
         return sum(values), total
     if plain.startswith(("min_", "max_")):
         return (min(values) if plain.startswith("min_") else max(values)), total
-    if not total:
-        return sum(values) / len(values), total
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total, total
+    return weighted_mean(values, weights), total

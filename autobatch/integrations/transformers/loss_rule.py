@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -25,10 +26,9 @@ from autobatch.batch.samples import Layout, describe
 from autobatch.errors import AutobatchError, InexactSplit
 from autobatch.exactness.determinism import deterministic
 from autobatch.exactness.verification import compare_with_parts, verify
-from autobatch.integrations.attributes import replaced
-from autobatch.integrations.transformers.cuts import Rows, count_labels
-from autobatch.integrations.transformers.trainer_state import undone
-from autobatch.integrations.transformers.trainer_step import TrainerStep, modes_of_training
+from autobatch.integrations.attributes import advise, replaced
+from autobatch.integrations.transformers.cuts import Rows, count_labels, has_unequal_lengths
+from autobatch.integrations.transformers.trainer_step import TrainerStep, modes_of_training, undone
 from autobatch.memory.oom import describe_error
 from autobatch.records import Verdict
 from autobatch.step.losses import Sum
@@ -49,10 +49,12 @@ _OF_THE_BATCH = ("all alike", "count for nothing", "is not finite")
 
 _OTHERWISE = "; check='warn' trains anyway"
 _NO_CAUSE = "; if it is a mean over something else, state that with attach(trainer, weigh=...)"
-_NO_PER_STEP = (
-    " (in a Trainer: multiply the term by the micro-batch's share of the labels, the number of its labels / "
-    "num_items_in_batch, in compute_loss)"
-)
+_ADVICE = {
+    "autobatch.PerStep": " (in a Trainer: multiply the term by the micro-batch's share of the labels, the number "
+    "of its labels / num_items_in_batch, in compute_loss)",
+    "a dict of losses": " (a Trainer takes one loss: use autobatch.Runner in a loop of your own)",
+    "autobatch.Sum": " (in a Trainer: return the sum, and leave weigh= out)",
+}
 
 
 @dataclass(frozen=True)
@@ -199,9 +201,6 @@ def find_rule(
 
     ``cuts`` are tried in their order, ``known`` (an exact rule for earlier batches of this kind) first. ``last`` (the
     rule of the batch before) stays if nothing can be compared in this batch. ``check=None`` compares no gradients.
-
-    Raises:
-        InexactSplit: With the causes that ``verify`` names.
     """
     name, error = type(step.trainer).__name__, 0.0
     with modes_of_training(model):
@@ -234,8 +233,8 @@ def find_rule(
     if verdict.unchecked:
         reason = f"{name}: it could not be checked whether this loss can be split: {verdict.unchecked}"
     else:
-        advice = _NO_PER_STEP if "PerStep" in str(verdict) else "" if verdict.causes else _NO_CAUSE
-        reason = f"{name}: no way was found to split this loss exactly: {verdict}{advice}"
+        reason = f"{name}: no way was found to split this loss exactly: {advise(verdict, _ADVICE)}"
+        reason += "" if verdict.causes else _NO_CAUSE
     refuse(check, reason, guess)
     return replace(guess, is_guess=any(one in verdict.unchecked for one in _OF_THE_BATCH))
 
@@ -263,3 +262,74 @@ def refuse(check: Literal["warn", "raise"] | None, reason: str, taken: LossRule)
         raise InexactSplit(f"{reason}{_OTHERWISE}")
     if check == "warn":
         _log.warning("%s; training uses: %s", reason, taken)
+
+
+# ---------------------------------------------------------------------------------------------- rules by kind of batch
+
+_log = logging.getLogger("autobatch")
+_T = TypeVar("_T")
+
+Kind = frozenset[tuple[str, str | int]]
+
+_DATASET = "dataset_name"  # where sentence-transformers names the dataset, by which it chooses the loss
+_MOST_TEXTS = 8  # values of another text; after these it is taken for the name of a file or the like
+
+
+class KnownRules(Generic[_T]):
+    """Rules by kind of batch. Two rules with the same ``str`` treat batches alike."""
+
+    def __init__(self, name: str) -> None:
+        """Remember nothing; ``name`` is for warnings."""
+        self._name = name
+        self.clear()
+
+    def clear(self) -> None:
+        self._rules: dict[Kind, _T] = {}
+        self._batches = Counter[Kind]()
+        self._ignored: set[str] = set()
+
+    def find(self, inputs: Any, samples: int) -> tuple[Kind, _T | None]:
+        """Count a batch; return its kind, and the rule of that kind if there is one."""
+        kind = kind_of(inputs, samples, self._ignored)
+        self._batches[kind] += 1
+        return kind, self._rules.get(kind)
+
+    def is_due(self, kind: Kind) -> bool:
+        """Return whether the last batch of this kind, by its number, is compared with its parts: 1, 2, 4, 8, ..."""
+        number = self._batches[kind]
+        return number & (number - 1) == 0
+
+    def add(self, kind: Kind, rule: _T) -> None:
+        """Remember a rule; ignore from now on what a text adds to kinds, if it has many values that change no rule."""
+        self._rules[kind] = rule
+        for name in sorted({name for name, value in kind if isinstance(value, str)} - {_DATASET}):
+            values = {value for known in self._rules for other, value in known if other == name}
+            alike: dict[Kind, list[Kind]] = {}
+            for known in self._rules:
+                alike.setdefault(frozenset(entry for entry in known if entry[0] != name), []).append(known)
+            is_needed = any(len({str(self._rules[kind]) for kind in kinds}) > 1 for kinds in alike.values())
+            if len(values) >= _MOST_TEXTS and not is_needed:
+                self._ignored.add(name)
+                self._batches = Counter({one: sum(self._batches[kind] for kind in alike[one]) for one in alike})
+                self._rules = {one: self._rules[kinds[0]] for one, kinds in alike.items()}
+                _log.warning(
+                    "%s: the text %r of a batch has had %d values, and none changed how the loss is divided, so it is "
+                    "ignored from now on: if the loss depends on it, name it %r",
+                    self._name,
+                    name,
+                    len(values),
+                    _DATASET,
+                )
+
+
+def kind_of(inputs: Any, samples: int, ignored: set[str]) -> Kind:
+    """Return names, dimensions and texts of a batch, and whether its samples differ in length or number of labels."""
+    entries = inputs.items() if isinstance(inputs, Mapping) else ()
+    shown: list[tuple[str, str | int]] = [
+        (str(name), value if isinstance(value, str) else getattr(value, "ndim", -1))
+        for name, value in entries
+        if name not in ignored
+    ]
+    shown.append(("unequal lengths", has_unequal_lengths(inputs)))
+    shown.append(("unequal labels", len(set(count_labels(inputs, samples))) > 1))
+    return frozenset(shown)

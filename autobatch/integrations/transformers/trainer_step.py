@@ -1,9 +1,11 @@
-"""Runs a Trainer's own ``training_step`` on one micro-batch up to its loss, and holds its backward pass back."""
+"""Runs a Trainer's own ``training_step`` on one micro-batch up to its loss, and records what it changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,33 +15,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.errors import InvalidArgument
 from autobatch.integrations.attributes import replaced
-from autobatch.integrations.transformers.logs import StepMetrics, TrainerLogs
+from autobatch.integrations.transformers.logs import TABLES, StepMetrics, TrainerLogs
 from autobatch.step.workload import Weigh
+from autobatch.undo.contents import Contents
+from autobatch.undo.undo import Undo
+
+_MOST_ENTRIES = 1000  # of a container in an attribute; a larger one is data, not a count
+_MOST_METRICS = 10**6  # of TRL's lists, which have an entry for each step since the last log
+_PLAIN = (int, float, bool, complex, str, bytes, type(None))
 
 
 class TrainerStep:
-    """The Trainer's own ``training_step`` on one micro-batch, up to its loss.
-
-    Attributes:
-        weigh: The user's count of a micro-batch; ``None``: none.
-        num_items: The Trainer's count of the whole batch; its loss may be divided by that.
-        samples: Number of samples in this rank's batch.
-        metrics: Entries that it adds to TRL's metrics.
-        logs: Values that it logs.
-    """
+    """The Trainer's own ``training_step`` on one micro-batch, up to its loss."""
 
     def __init__(self, trainer: Any, weigh: Weigh | None = None) -> None:
         self.trainer, self.training_step, self.weigh = trainer, trainer.training_step, weigh
-        self.num_items: Any = None
-        self.samples, self.ranks = 1, trainer.args.world_size
+        self.num_items: Any = None  # the Trainer's count of the whole batch, by which its loss may be divided
+        self.samples, self.ranks = 1, trainer.args.world_size  # samples of this rank's batch
         self.metrics, self.logs = StepMetrics(trainer, "train"), TrainerLogs(trainer, weigh)
 
     def loss_of(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        """Return the loss that the step would run its backward pass from.
-
-        Raises:
-            InvalidArgument: It would run none or several.
-        """
+        """Return the loss that the step would run its backward pass from; refuse a step with none or several."""
         self.metrics.add(inputs)
         with self._hold_back() as losses, self.logs.catch(inputs):
             self.training_step(model, inputs, self.num_items)
@@ -101,3 +97,71 @@ def modes_of_training(model: nn.Module) -> Iterator[None]:
 
 def _switch_off(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - the signature of torch
     return module if mode else nn.Module.train(module, mode=False)
+
+
+@dataclass(frozen=True)
+class _Attributes:
+    data: dict[str, Any]  # plain data by name; a callback may hold the same objects, so they stay the same
+    others: frozenset[str]  # names of all other attributes; their objects may hold a batch's memory
+    found: Contents  # what each container in the data held
+    values: list[tuple[torch.Tensor, torch.Tensor]]  # tensors in the data, with copies
+
+
+class TrainerAttributes:
+    """The Trainer's attributes that hold plain data, as an object that a Runner keeps."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def take(self) -> _Attributes:
+        attributes = vars(self._trainer)
+        most = dict.fromkeys(TABLES, _MOST_METRICS)
+        data = {name: one for name, one in attributes.items() if _is_data(one, most.get(name, _MOST_ENTRIES))}
+        found = Contents(data.values())
+        values = [(tensor, tensor.detach().clone()) for tensor in found.tensors]
+        others = frozenset(attributes) - frozenset(data)
+        return _Attributes(data, others, found, values)
+
+    @torch.no_grad()
+    def put(self, taken: _Attributes) -> None:
+        """Restore them in the same objects; remove those that are new."""
+        attributes = vars(self._trainer)
+        known = taken.others | taken.data.keys()
+        for name in [name for name, value in attributes.items() if name not in known and _is_data(value)]:
+            del attributes[name]
+        attributes.update(taken.data)
+        taken.found.restore()
+        for tensor, value in taken.values:
+            if tensor.shape != value.shape:  # it was resized, or got other memory
+                tensor.data = value.clone()
+            elif not torch.equal(tensor, value):  # an expanded one, which has its value, cannot be written into
+                with torch.inference_mode(tensor.is_inference()):
+                    tensor.copy_(value)
+
+
+def _is_data(value: Any, most: int = _MOST_ENTRIES) -> bool:
+    """Return whether it and all that it holds are numbers, texts and small tensors, and not too many."""
+    waiting, seen = [value], 0
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict | list | tuple | set | deque):
+            seen += len(one)
+            if seen > most:
+                return False
+            waiting += one.values() if isinstance(one, dict) else one
+        elif not isinstance(one, _PLAIN):
+            is_tensor = type(one) is torch.Tensor and not one.requires_grad
+            if not is_tensor or one.numel() > _MOST_ENTRIES:
+                return False
+    return True
+
+
+@contextmanager
+def undone(trainer: Any, model: nn.Module, device: torch.device, keep: Sequence[Any]) -> Iterator[None]:
+    """Undo at the block's end what its passes changed, also in memory that only the user's objects hold."""
+    before = Undo(model, device, keep=[TrainerAttributes(trainer), *keep])
+    try:
+        with before.watch():
+            yield
+    finally:
+        before.restore()

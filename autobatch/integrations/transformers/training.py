@@ -15,6 +15,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from autobatch.distributed.data_parallel import module_of
 from autobatch.distributed.ranks import all_or_none, find_ranks
@@ -29,10 +31,8 @@ from autobatch.integrations.transformers.cuts import (
     cuts_for,
     take_samples,
 )
-from autobatch.integrations.transformers.known_rules import KnownRules
-from autobatch.integrations.transformers.loss_rule import SAMPLES, LossRule, find_rule, refuse
-from autobatch.integrations.transformers.trainer_state import AutobatchState, TrainerAttributes
-from autobatch.integrations.transformers.trainer_step import TrainerStep
+from autobatch.integrations.transformers.loss_rule import SAMPLES, KnownRules, LossRule, find_rule, refuse
+from autobatch.integrations.transformers.trainer_step import TrainerAttributes, TrainerStep
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
@@ -229,11 +229,7 @@ class TrainingStep:
         """Return what a checkpoint saves; ``None`` before the first step."""
         if self.rule is None or self.plan is None or self.runner is None:
             return None
-        return {
-            "reading": self.rule.reading,
-            "plan": self.plan.model_dump_json(),
-            "runner": self.runner.state_dict(),
-        }
+        return {"reading": self.rule.reading, "plan": self.plan.model_dump_json(), "runner": self.runner.state_dict()}
 
     def _recall(self) -> dict[str, Any] | None:
         """Return what the checkpoint has saved, if its plan serves here; each of several ranks makes its own."""
@@ -264,3 +260,35 @@ class TrainingStep:
                 reason = describe_error(error)
             self.device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
         raise DoesNotFit(f"ran out of memory while dividing the batch ({reason}); the step was undone")
+
+
+class AutobatchState(TrainerCallback, ExportableState):  # type: ignore[misc] # transformers is not typed
+    """Saves plan and size with each checkpoint; the Trainer writes it to ``trainer_state.json``."""
+
+    def __init__(self, read: Callable[[], dict[str, Any] | None] | None = None) -> None:
+        self.read = read
+        self.saved: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"saved": self.read() if self.read is not None else self.saved}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Add an entry to the state of a checkpoint that was made without autobatch: the Trainer adds none."""
+        if isinstance(state.stateful_callbacks, dict):
+            state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+
+    @classmethod
+    def attach_to(cls, trainer: Any, read: Callable[[], dict[str, Any] | None]) -> None:
+        """Let the Trainer's callbacks of this class read what is saved: a resumed Trainer may have made its own."""
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, cls):
+                callback.read = read
+
+    @classmethod
+    def saved_in(cls, state: Any) -> dict[str, Any] | None:
+        """Return what a loaded checkpoint has; ``None`` if it was made without autobatch, or before its first step."""
+        entries = state.stateful_callbacks if isinstance(state.stateful_callbacks, dict) else {}
+        entry = entries.get(cls.__name__)
+        latest = entry[-1] if isinstance(entry, list) and entry else entry
+        saved: dict[str, Any] | None = latest["attributes"]["saved"] if isinstance(latest, dict) else None
+        return saved

@@ -1,8 +1,7 @@
 """Registers a GPU that is not there: a torch device whose tensors have shapes, dtypes and lifetimes, but no memory.
 
-The device takes torch's one free backend slot (PrivateUse1), so it works on every build. Fake ``cuda`` tensors abort
-the process on builds without CUDA, and fail in the backward pass on CUDA builds without a GPU (torch 2.11 and 2.13).
-Torch cannot unregister the device; afterwards ``torch.accelerator`` names it, though as not available.
+The device takes torch's one free backend slot (PrivateUse1), for good. Fake ``cuda`` tensors abort the process on
+builds without CUDA, and fail in the backward pass on CUDA builds without a GPU (torch 2.11 and 2.13).
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need

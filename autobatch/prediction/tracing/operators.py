@@ -16,9 +16,8 @@ import torch
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from autobatch.prediction.tracing.convolutions import find_layout
 from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE
-from autobatch.prediction.tracing.kernels import find_grouped_product
+from autobatch.prediction.tracing.kernels import find_grouped_product, find_layout
 
 _Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))

@@ -105,8 +105,7 @@ class OneRank:
 
 
 class _UnsentReduction(Reduction):
-    def _sum_bucket(self, bucket: torch.Tensor) -> None:
-        """Send nothing."""
+    def _sum_bucket(self, bucket: torch.Tensor) -> None: ...
 
 
 class Replicated(OneRank):
@@ -326,13 +325,11 @@ class _AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors."""
         ctx.function = function
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """The gradients."""
         ctx.function()
         return (None, *gradients)
 

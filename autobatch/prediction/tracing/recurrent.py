@@ -37,10 +37,9 @@ class Recurrence:
 
 
 def reserve_bytes(call: Recurrence) -> int:
-    """Bytes saved for the backward pass.
+    """Bytes saved for the backward pass, by a rule that nobody has measured: cuDNN does not publish this.
 
-    cuDNN does not publish this, and nobody has measured the rule: for each layer, direction, step and sample the gates
-    after their nonlinearity, the other inputs of the cell's derivative, and the input of the next layer.
+    For each layer, direction, step and sample: gates, other inputs of the cell's derivative, input of the next layer.
     """
     in_time = call.steps * call.samples * call.directions
     cells = call.layers * _SAVED[call.cell] * call.hidden

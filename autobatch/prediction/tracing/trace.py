@@ -4,38 +4,69 @@ A trace has two optimizer steps of two micro-batches each, as the Runner runs th
 second micro-batch on, and the second step has the optimizer's state. ``torch.compile`` is traced uncompiled.
 """
 
+# ruff: noqa: SLF001 - torch has no public names for what those who add devices need
+
 from __future__ import annotations
 
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from autobatch._user_errors import add_note, contextmanager
+from autobatch._wrappers import state_of
 from autobatch.batch.samples import Layout
-from autobatch.batch.tree import holds_registered, map_tensors, tensors_of
+from autobatch.batch.tree import holds_registered, map_tensors, tensors_of, with_fresh_containers
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.memory.device import collecting_new_objects
 from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
 from autobatch.prediction.tracing.failures import TooLong, describe_place, explain
-from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, DeviceNames, present, register, without_waiting
+from autobatch.prediction.tracing.fake_device import (
+    DEVICE,
+    DEVICE_TYPE,
+    DeviceNames,
+    original_errors,
+    present,
+    register,
+    without_waiting,
+)
 from autobatch.prediction.tracing.fake_model import FakeModel, Location, modules_of
-from autobatch.prediction.tracing.fake_step import Circumstances, DryRun
-from autobatch.prediction.tracing.gradient_sums import sole_holder
-from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
-from autobatch.step.workload import Workload
+from autobatch.prediction.tracing.ranks import FullySharded, OneRank, Parallelism, Replicated
+from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake, sole_holder
+from autobatch.step.default_step import explain_default
+from autobatch.step.losses import Mean, Sum, Term
+from autobatch.step.workload import Workload, check_leaves
 from autobatch.torch_internals.storages import is_uninitialized
+from autobatch.training.misuse import WROTE_INTO_BATCH, GradientWatch
+from autobatch.training.update import make_state
+from autobatch.undo.gradients import Float32Sums
+from autobatch.undo.module_state import ModuleState
 from autobatch.undo.random_state import RandomState
+
+
+class Circumstances(NamedTuple):
+    """The Runner's part of a step, around the user's own code."""
+
+    micro_batches: int = 2  # gradients are resident from the second on; ``Estimate`` adds what further ones return
+    steps: int = 2  # the first makes the optimizer's state, the second begins with it
+    scaler: bool = False  # whether the loss is scaled, and gradients unscaled
+    parallelism: Parallelism | None = None  # None: one process
+
+    def once(self) -> Circumstances:
+        return self._replace(steps=1)
+
 
 SIZES = (2, 67)
 """Two sizes give the lines. One sample is another program, as views of size 1 skip copies. Padding to 8 and chunks of
-16 are a line at 2 and 3, and none at 2 and 67. ``retrace`` finds what is a line at both, such as padding to 128."""
+16 are a line at 2 and 3, and none at 2 and 67. ``sizing`` finds what is a line at both, such as padding to 128."""
 _THIRD = 3  # traced if a line falls below 0 at no samples: n - 1 does, and the line through two values of n * n
 _USUAL = Circumstances()
 _LADDER = (4, 8, 16, 32, 64, 256, 1024)  # if two sizes run different operators
@@ -133,7 +164,7 @@ def _on_fake_model(
         modules = modules_of(workload.model, workload.step)
         types = {tensor.device.type for tensor in workload.parameters()} | {"cuda"}
         location = Location(workload.model)
-        with torch.enable_grad(), _collected_between_steps(), present(), FakeMode() as mode:
+        with torch.enable_grad(), _comparable(), present(), FakeMode() as mode:
             recorder = Recorder(mode, location.name, sole_holder(), most_events)
             parallelism = circumstances.parallelism
             is_sharded = parallelism is not None and parallelism.strategy == "fsdp2"
@@ -144,7 +175,6 @@ def _on_fake_model(
                 fakes.substitute(modules),
                 location.follow(),
                 autocast.redirect(DEVICE_TYPE, types),
-                _without_nested_tensors(),
                 without_waiting(),
             ):
                 workload.model.train()  # as trials and the Runner; the model forgets the mode afterwards
@@ -161,29 +191,162 @@ def _on_fake_model(
 
 
 @contextmanager
-def _collected_between_steps() -> Iterator[None]:
-    """Stop the automatic collector, which frees reference cycles at different moments of two traces."""
-    is_enabled = gc.isenabled()
-    gc.disable()
+def _comparable() -> Iterator[None]:
+    """Stop what differs between traces, and an encoder that packs its padded batch, which needs the mask's values."""
+    is_enabled, packs = gc.isenabled(), torch.backends.mha.get_fastpath_enabled()
+    gc.disable()  # it frees reference cycles at different moments of two traces
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with collecting_new_objects():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(packs)
         if is_enabled:
             gc.enable()
-
-
-@contextmanager
-def _without_nested_tensors() -> Iterator[None]:
-    """Stop an encoder in eval mode from packing its padded batch, which needs the mask's values."""
-    was = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was)
 
 
 def _on_host(layout: Layout, samples: int) -> Any:
     fake = map_tensors(layout.batch, lambda tensor: make_fake(tensor, "cpu").requires_grad_(tensor.requires_grad))
     return fake if layout.count == samples else Layout(fake, layout.count, layout.lists).grown(samples).batch
+
+
+# -------------------------------------------------------------------------------------------- one step on fake tensors
+
+
+class DryRun:
+    """Runs one step after another on fake tensors; the recorder sees them."""
+
+    def __init__(
+        self, workload: Workload, recorder: Recorder, fakes: FakeModel, names: DeviceNames, circumstances: Circumstances
+    ) -> None:
+        parallelism = circumstances.parallelism
+        self._rank = OneRank()
+        if parallelism is not None and parallelism.strategy == "ddp":
+            self._rank = Replicated(workload.model, recorder)
+        elif parallelism is not None:
+            self._rank = FullySharded(workload.model, recorder, fakes.shards, parallelism.world_size)
+        self.recorder, self._names = recorder, names
+        self._workload, self._circumstances = _without_counts(workload), circumstances
+        owned = [(name, p) for name, module in workload.model.named_modules() for p in module._parameters.values()]
+        self._owners = {id(self._rank.part_of(p)): name for name, p in reversed(owned) if p is not None}
+        self._optimizer = None if workload.optimizer is None else fakes.optimizer(workload.optimizer)
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        parameters = [*workload.model.parameters(), *(p for group in groups for p in group["params"])]
+        self._leaves = list({id(parameter): parameter for parameter in parameters}.values())
+        self._parameters = [*map(self._rank.part_of, self._leaves)]
+        for group in groups:
+            group["params"] = [*map(self._rank.part_of, group["params"])]
+        self._sums = Float32Sums()
+        self._outputs: list[Any] = []  # losses of the step before, and what it returned beside them
+        self._scale = torch.empty(1, device=DEVICE) if circumstances.scaler else None
+
+    def step(self, batch: Any, *, is_placed: bool = False) -> None:
+        """Run one optimizer step, which begins and ends without gradients.
+
+        A batch that ``is_placed`` is where the model is, so the step must not write into it.
+        """
+        outputs: list[Any] = []
+        self._accumulate(batch, outputs, is_placed=is_placed)
+        if self._optimizer is not None:
+            self._optimizer.step()
+            for tensor in tensors_of([*state_of(self._optimizer).values()]):
+                self.recorder.label(tensor, "optimizer state")
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._outputs = outputs  # in ``result = runner.step(batch)`` the last result lives until the next one
+
+    def explain_loss(self, batch: Any) -> str:
+        with self._names:
+            return explain_default(self._workload.model, map_tensors(batch, self._place))
+
+    def _accumulate(self, batch: Any, outputs: list[Any], *, is_placed: bool) -> None:
+        # The Runner holds the tensors of modules during a step, and copies of their buffers. Aliases take no memory,
+        # so no mode need see them: that took a ninth of a ResNet-50's trace.
+        with torch._C._DisableTorchDispatch():
+            state = ModuleState([self._workload.model])
+        copies = [buffer.detach().clone() for buffer in state.buffers]
+        self._sums.begin(self._parameters)
+        for _ in range(self._circumstances.micro_batches):
+            self._run_micro_batch(batch, outputs, is_placed=is_placed)
+        self.recorder.log.phase = "optimizer"
+        self._rank.reduce(self._parameters, self._sums)
+        self._sums.end()
+        del state, copies
+        self._label_gradients()
+        if self._optimizer is not None:
+            make_state(self._optimizer)
+            self._unscale()
+            self._rank.share_buffers()
+
+    def _run_micro_batch(self, batch: Any, outputs: list[Any], *, is_placed: bool) -> None:
+        with self._names:
+            first = len(self.recorder.log.sizes)
+            with self.recorder.forward():
+                gradients = GradientWatch(self._parameters, self._sums)
+                placed = map_tensors(batch, self._place)  # held to the end of the backward pass, as in training
+                versions = [tensor._version for tensor in tensors_of(placed)]
+                terms, aux = self._workload.run(with_fresh_containers(placed))
+                if is_placed and [tensor._version for tensor in tensors_of(placed)] != versions:
+                    raise InvalidArgument(WROTE_INTO_BATCH)
+                gradients.refuse_change()
+                loss, factor = self._divide(terms)
+                check_leaves(loss, self._leaves)
+            for tensor in tensors_of(aux):
+                self.recorder.label_new(tensor, "aux", first)
+            with original_errors():
+                if self._scale is not None:
+                    (loss * self._scale).backward()
+                else:
+                    (loss * factor).backward()
+            if outputs:
+                outputs[0].add_(loss.detach(), alpha=factor)  # a running sum
+            else:
+                outputs.append(loss.detach() * factor)
+                self.recorder.label(outputs[0], "activation")
+            outputs.append(aux)
+        gc.collect()
+        self._label_gradients()
+
+    def _divide(self, terms: Sequence[Term]) -> tuple[torch.Tensor, float]:
+        share = 1 / self._circumstances.micro_batches
+        if len(terms) == 1 and self._scale is None and not terms[0].is_narrow:
+            return terms[0].loss, share
+        return reduce(torch.add, [term.loss * share for term in terms]), 1.0
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        placed = make_fake(tensor).requires_grad_(tensor.requires_grad)
+        self.recorder.label(placed, "input")
+        return placed
+
+    def _unscale(self) -> None:
+        if self._scale is not None:
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            inverse = self._scale.double().reciprocal().float()
+            found = torch.full((1,), 0.0, device=DEVICE)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+
+    def _label_gradients(self) -> None:
+        for parameter in self._parameters:
+            gradient = self._sums.by_parameter.get(parameter) if parameter.grad is None else parameter.grad
+            if gradient is not None:
+                self.recorder.label(gradient, "gradient", self._owners.get(id(parameter), ""))
+
+
+def _without_counts(workload: Workload) -> Workload:
+    """The same step with counts of 1 for counts in tensors, which have no values here."""
+
+    def run(_: Any, micro_batch: Any) -> Any:
+        returned = workload.call_step(micro_batch)
+        if isinstance(returned, tuple) and len(returned) == 2:
+            return _without_count(returned[0]), returned[1]
+        return _without_count(returned)
+
+    return replace(workload, step=run, optimizer=None)
+
+
+def _without_count(loss: Any) -> Any:
+    if isinstance(loss, Mapping):
+        return {name: _without_count(term) for name, term in loss.items()}
+    if isinstance(loss, (Mean, Sum)) and isinstance(loss.count, torch.Tensor):
+        return replace(loss, count=1)
+    return loss
