@@ -14,7 +14,6 @@ from autobatch.testing import FakeDevice
 
 
 def make_training():
-    """From one seed."""
     torch.manual_seed(0)
     model = Plain(torch.float32)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -46,8 +45,6 @@ def test_it_is_the_two_calls_in_one():
 
 
 class Counter(nn.Module):
-    """A metric as a module."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("total", torch.zeros(()))
