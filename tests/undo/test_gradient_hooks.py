@@ -29,7 +29,6 @@ class Hooked(nn.Module):
 
 
 def make_batch():
-    """Three micro-batches of four."""
     torch.manual_seed(1)
     return torch.randn(12, 6, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64)
 

@@ -23,7 +23,6 @@ BY_OPTIMIZER = pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), id
 
 
 def make_table(dtype=torch.float32):
-    """An embedding whose gradient is sparse."""
     torch.manual_seed(0)
     return nn.Embedding(ROWS, WIDTH, sparse=True, dtype=dtype)
 
@@ -34,7 +33,6 @@ def make_rows(samples):
 
 
 def step(model, rows):
-    """The mean over samples."""
     return model(rows).square().sum((1, 2)).mean()
 
 
