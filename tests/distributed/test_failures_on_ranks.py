@@ -39,7 +39,6 @@ class Training:
         self.runner = autobatch.Runner(plan, self.model, step, self.optimizer, device=device, **options)
 
     def bits(self):
-        """All that a step changes."""
         return bits_of(self.model.module, self.optimizer) | {"steps": self.runner.steps}
 
 
@@ -68,8 +67,6 @@ def on_rank(which, action):
 
 
 def raise_error(error):
-    """As a function."""
-
     def action():
         raise error
 
@@ -164,15 +161,12 @@ def run_all():
 
 
 def give_one(batch, fails):
-    """A loader that breaks on one rank."""
     if fails:
         raise OSError("disk")
     yield batch
 
 
 class Sparse(nn.Module):
-    """An embedding with sparse gradients."""
-
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(4, 3, sparse=True)
@@ -182,18 +176,15 @@ class Sparse(nn.Module):
 
 
 def sparse_step(model, batch):
-    """Its output's square."""
     return model(batch[1]).square().mean()
 
 
 @cache
 def answers():
-    """Asked once."""
     return run_ranks(run_all, size=SIZE, timeout_seconds=30)
 
 
 def results_of(name):
-    """By rank."""
     return [value[name] for value in values_of(answers())]
 
 
@@ -316,7 +307,6 @@ def end_at(place, how):
 
 
 def arrange(training, place, action):
-    """Call the action there."""
     if place == "forward":
         training.model.module.register_forward_pre_hook(lambda *_: action())
     elif place == "backward":
@@ -342,7 +332,6 @@ def test_a_rank_that_is_killed_ends_the_step_on_the_others(place):
 
 
 def stop_first():
-    """The rank that has the store stops."""
     wait_at_most(4.0)
     training = Training()
     if dist.get_rank() == 0:

@@ -33,12 +33,10 @@ DIVISIONS = ((6, 6), (11, 1), (12, 0), (0, 12))
 
 
 def state_mean(model, batch):
-    """Says itself what it is over."""
     return autobatch.Mean(read_step(model, batch), count=count_tokens(batch))
 
 
 def state_sum(model, batch):
-    """Not divided."""
     logits = model(batch["tokens"], batch["mask"]).flatten(0, 1)
     return autobatch.Sum(F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum"), count_tokens(batch))
 
@@ -67,7 +65,6 @@ def take_rows(batch, start, stop):
 
 
 def own_rows(batch, division):
-    """The samples of this rank."""
     start = sum(division[: dist.get_rank()])
     return take_rows(batch, start, start + division[dist.get_rank()])
 
@@ -76,7 +73,6 @@ CUT = autobatch.by_length(length_of)
 
 
 def fit(model, step=read_step, weigh=count_tokens, **changes):
-    """A plan of this rank."""
     given = {
         "batch": make_texts(),
         "optimizer": None,
@@ -97,7 +93,6 @@ def make_runner(model, name="weighed", **options):
 
 
 def gradients(model):
-    """By name."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -170,7 +165,6 @@ def fit_and_train():
 
 
 def fail(call):
-    """Its error."""
     with pytest.raises(AutobatchError) as caught:
         call()
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -221,7 +215,6 @@ def answers():
 
 
 def results_of(name):
-    """By rank."""
     return [value[name] for value in values_of(answers())]
 
 

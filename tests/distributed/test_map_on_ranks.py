@@ -43,7 +43,6 @@ def refuse_sharded():
 
 @cache
 def answers(function):
-    """Asked once."""
     return values_of(run_ranks(function))
 
 

@@ -60,7 +60,6 @@ def reduce_all():
 
 @cache
 def answers():
-    """Asked once."""
     return run_ranks(reduce_all)
 
 

@@ -38,7 +38,6 @@ def fit(model, **changes):
 
 
 def take_share(plan):
-    """This rank's samples of a target."""
     start = sum(plan.shares[: plan.rank])
     return tuple(part[start : start + plan.shares[plan.rank]] for part in make_batch(TARGET, torch.float64))
 

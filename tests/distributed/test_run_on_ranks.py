@@ -38,20 +38,16 @@ LOADERS = {
 
 
 class Deep(nn.Sequential):
-    """Every parameter is used."""
-
     def __init__(self):
         super().__init__(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
         self.double()
 
 
 def samples_of(rank, count):
-    """Others on each rank."""
     return make_batch(count, torch.float64, seed=10 + rank)
 
 
 def batches_of(rank, count, size):
-    """A rank's loader."""
     return [*zip(*(part.split(size) for part in samples_of(rank, count)), strict=True)] if count else []
 
 
@@ -68,7 +64,6 @@ class Training:
         self.runner = autobatch.Runner(plan, wrapped, mean_step, self.optimizer, device=device)
 
     def weights(self):
-        """Whole."""
         found = [parameter.detach() for parameter in self.model.parameters()]
         return [parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter for parameter in found]
 
@@ -114,7 +109,6 @@ def train_all(*, sharded):
 
 @cache
 def answers(*, sharded):
-    """By rank, asked once."""
     return run_ranks(train_all, options=[{"sharded": sharded}] * 2)
 
 
@@ -141,7 +135,6 @@ class DiskError(Exception):
 
 
 def break_off(loader, at):
-    """Fail before a batch."""
     for number, batch in enumerate(loader):
         if number == at:
             raise DiskError
@@ -179,7 +172,6 @@ def leave_on_one_rank():
 
 
 def leave_on_all_ranks():
-    """At the same step, and begin again."""
     rank, training = dist.get_rank(), Training()
     loader = batches_of(rank, 20, 4)
     for _ in training.runner.run(loader):
@@ -229,7 +221,6 @@ def share_a_dataset():
 
 
 def do_everything():
-    """In one process a rank."""
     return {
         "first": fail_in_a_loader(0),
         "later": fail_in_a_loader(3),
@@ -242,7 +233,6 @@ def do_everything():
 
 @cache
 def behaviours():
-    """By rank, asked once."""
     return values_of(run_ranks(do_everything))
 
 

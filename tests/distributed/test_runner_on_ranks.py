@@ -44,12 +44,10 @@ def terms(model, batch):
 
 
 def weigh_terms(batch):
-    """By name."""
     return {"classes": count_some(batch), "size": len(batch[0])}
 
 
 def whole_terms(model, batch):
-    """What the terms add up to."""
     parts = terms(model, batch)
     return parts["classes"] + parts["size"] + parts["weights"].loss
 
@@ -74,7 +72,6 @@ class LastChannels(nn.Module):
 
 
 def divide_before(model, batch):
-    """Divided by the samples of all ranks."""
     share = len(batch[0]) / SAMPLES
     return autobatch.Sum(mean_step(model, batch) * share, count=share)
 
@@ -137,7 +134,6 @@ def step_all(size):
 
 @cache
 def answers_of(size):
-    """By rank and case, asked once."""
     return run_ranks(step_all, size, size=size)
 
 

@@ -32,7 +32,6 @@ class Wide(nn.Sequential):
 
 
 def mean_step(model, batch):
-    """The mean over samples."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -60,13 +59,11 @@ def make_data(samples=TARGET):
 
 
 def fit(model, **changes):
-    """A plan of this rank."""
     options = {"batch": make_data(8), "step": mean_step, "optimizer": None, "budget": BUDGET, "progress": False}
     return autobatch.fit(model, **{"target_batch": TARGET, **options, **changes})
 
 
 def describe(plan):
-    """What tests compare."""
     return {
         "shares": plan.shares,
         "sizes": plan.micro_batch_sizes,
@@ -77,7 +74,6 @@ def describe(plan):
 
 
 def fail(call):
-    """Its error."""
     with pytest.raises(AutobatchError) as caught:
         call()
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -111,7 +107,6 @@ def refuse_all():
 
 
 def fit_all():
-    """What each way of calling it gives."""
     rank, found = dist.get_rank(), {}
     torch.manual_seed(0)
     model = shard(Wide())
@@ -144,12 +139,10 @@ def fit_all():
 
 @cache
 def answers():
-    """Asked once."""
     return run_ranks(fit_all, limit_seconds=200)
 
 
 def results_of(name):
-    """By rank."""
     return [value[name] for value in values_of(answers())]
 
 

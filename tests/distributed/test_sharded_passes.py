@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.distributed.sharded.lockstep import Collective, KnownPass
 from autobatch.errors import AutobatchError
 from autobatch.testing import FakeDevice
 
@@ -43,8 +42,6 @@ class Blocks(nn.Module):
 
 
 class Normed(nn.Sequential):
-    """Refuses one sample."""
-
     def __init__(self):
         super().__init__(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 4))
         self.double()
@@ -84,7 +81,6 @@ class Training:
         return result.micro_batch_sizes, result.retries, worst
 
     def count_exchanges(self):
-        """Of a step."""
         channel = self.runner._ranks.channel
         before = channel.exchanges
         self.runner.accumulate(self.batch)
@@ -125,14 +121,12 @@ def evaluate(training):
 
 
 def leave_gradients(model):
-    """As in accumulation by hand."""
     model.set_requires_gradient_sync(False)
     mean_step(model, make_batch(2, torch.float64)).backward()
     model.set_requires_gradient_sync(True)
 
 
 def use_own_gathers(model):
-    """In place of the recorded ones."""
     (group,) = model.head._get_fsdp_state()._fsdp_param_groups
     model.head.set_custom_all_gather(group._all_gather_comm.inner)
 
@@ -272,12 +266,10 @@ def run_all():
 
 @cache
 def answers():
-    """Asked once."""
     return run_ranks(run_all, timeout_seconds=20, limit_seconds=160)
 
 
 def results_of(name):
-    """By rank."""
     return [value[name] for value in values_of(answers())]
 
 
@@ -346,20 +338,3 @@ def test_a_rank_without_memory_for_zeros_says_so():
         assert text.startswith(
             "RankLost: rank 1 of 2 could not continue: ran out of memory for the zeros of a pass that other ranks run: "
         )
-
-
-def test_a_pass_is_known_again_when_it_has_repeated():
-    """After the first one, after a difference three times more, and after the next difference more often."""
-
-    def note(*places):
-        was_known = known.is_known
-        known.note([Collective("gather", at, 2, 1, torch.float32, torch.device("cpu"), print) for at in places])
-        return was_known
-
-    known = KnownPass()
-    assert [note(0, 1) for _ in range(2)] == [False, True]
-    known.forget()
-    assert [note(0, 2) for _ in range(2)] == [False, False]
-    assert [note(0) for _ in range(5)] == [False, False, False, False, True]
-    known.forget()
-    assert [note(0) for _ in range(11)] == [False] * 10 + [True]

@@ -24,7 +24,6 @@ ALL_SHARES = [(12,), (6, 6), (9, 3), (1, 11), (4, 4, 4), (7, 1, 4), (3, 3, 3, 3)
 
 
 def samplers(shares, samples=40, **options):
-    """A sampler for each rank."""
     return [autobatch.ShareSampler(plan, range(samples), **options) for plan in make_rank_plans(shares, 5)]
 
 
@@ -85,18 +84,6 @@ def test_any_shares_have_every_sample_once(shares, samples, drop_last):
     assert len(set(itertools.chain(*batches))) == sum(map(len, batches))
 
 
-@pytest.mark.parametrize("shares", ALL_SHARES)
-def test_a_rank_gets_its_share_of_each_whole_batch(shares):
-    """As many samples as its plan runs, so that each step has the planned micro-batches."""
-    for plan, sampler in zip(make_rank_plans(shares, 5), samplers(shares, drop_last=True), strict=True):
-        assert [len(part) for part in sampler] == [sum(plan.micro_batch_sizes)] * 3
-
-
-def test_a_smaller_last_batch_is_shared_in_proportion():
-    """Of four samples a rank with three quarters of the target gets three."""
-    assert [[len(part) for part in sampler] for sampler in samplers((9, 3))] == [[9, 9, 9, 3], [3, 3, 3, 1]]
-
-
 def test_epochs_differ_and_a_seed_gives_them_again():
     """An order belongs to a seed and an epoch, and no two pairs share one: not seed 1, epoch 0 and seed 0, epoch 1."""
     orders = {}
@@ -153,15 +140,6 @@ def test_an_epoch_is_resumed_on_another_number_of_ranks(before, after, done):
     for sampler in later:
         sampler.set_epoch(3)
     assert joined(later) == epochs[1]
-
-
-def test_a_second_iterator_begins_where_one_that_was_not_used_would_have():
-    """A loader with workers makes two of them, and asks the second one for batches."""
-    (sampler,) = samplers((12,), shuffle=False)
-    sampler.load_state_dict(sampler.state_dict(3))
-    unused, used = iter(sampler), iter(sampler)
-    assert sampler.first_batch == 3
-    assert (list(used), list(unused), len(list(sampler))) == ([[36, 37, 38, 39]], [[36, 37, 38, 39]], 4)
 
 
 def test_only_the_first_iteration_after_a_resume_begins_in_the_middle():
@@ -221,38 +199,6 @@ def test_a_loader_yields_each_ranks_samples(workers):
         sampler.load_state_dict(state)
         got.append([batch[0].tolist() for batch in loader])
     assert joined(got) == [[10 * index for index in batch] for batch in list(alone)[1:]]
-
-
-def test_workers_that_stay_get_the_order_of_each_epoch():
-    """``persistent_workers`` keep no order of their own: the sampler is in this process."""
-    dataset = TensorDataset(torch.arange(40))
-    (sampler,) = (autobatch.ShareSampler(plan, dataset) for plan in make_rank_plans((12,)))
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=1, persistent_workers=True)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        assert [batch[0].tolist() for batch in loader] == list(sampler)
-
-
-def test_drop_last_leaves_out_the_smaller_batch():
-    """And only that one."""
-    kept, dropped = list(samplers((12,))[0]), samplers((12,), drop_last=True)[0]
-    assert (list(dropped), len(dropped)) == (kept[:-1], 3)
-
-
-def test_a_state_from_before_a_last_batch_that_is_dropped_now_begins_the_next_epoch():
-    """With more ranks than samples in the last batch, ``drop_last`` is what lets it be resumed at all."""
-    (whole,), (dropping, *_) = samplers((12,), samples=38), samplers((3, 3, 3, 3), samples=38, drop_last=True)
-    dropping.load_state_dict(whole.state_dict(3))
-    assert (dropping.epoch, dropping.first_batch) == (1, 0)
-
-
-def test_numpys_whole_numbers_are_numbers():
-    """Of seeds, epochs and batches; the state holds Python's, which JSON can write."""
-    sampler = autobatch.ShareSampler(make_plan(12, 5), np.arange(40), seed=np.int64(7))
-    sampler.set_epoch(np.int32(2))
-    state = sampler.state_dict(np.uint8(1))
-    assert json.loads(json.dumps(state)) == state
-    assert state == {"epoch": 2, "batch": 1, "seed": 7, "shuffle": True, "samples": 40, "target_batch": 12}
 
 
 def sample(dataset=range(40), plan=None, **options):

@@ -27,7 +27,6 @@ def undisturbed():
 
 
 def weights_in(line):
-    """The sum that a script prints."""
     return float(re.fullmatch(r".*weights (\S+)", line)[1])
 
 

@@ -28,13 +28,11 @@ TARGET = 96
 
 
 def slow_step(model, batch):
-    """Three times slower on the second rank."""
     CLOCK.advance(len(batch[0]) * SECONDS[dist.get_rank()])
     return mean_step(model, batch)
 
 
 def part_of(plan, whole):
-    """This rank's samples."""
     start = sum(plan.shares[: plan.rank])
     return tuple(part[start : start + plan.shares[plan.rank]] for part in whole)
 
@@ -88,7 +86,6 @@ def run_all():
 
 @cache
 def answers():
-    """Of each part, by rank; asked once."""
     return [*zip(*values_of(run_ranks(run_all)), strict=True)]
 
 

@@ -21,14 +21,12 @@ SAMPLES = 16
 
 
 def make_runner(model, optimizer, step=mean_step, device=None):
-    """On two ranks with eight samples each."""
     plan = make_rank_plans((8, 8), 4, **SMALL)[dist.get_rank()]
     device = device or FakeDevice(lambda n: 10 + n, total_bytes=1000)
     return autobatch.Runner(plan, model, step=step, optimizer=optimizer, device=device)
 
 
 def halve(batch):
-    """This rank's half."""
     start = 8 * dist.get_rank()
     return tuple(part[start : start + 8] for part in batch)
 
@@ -137,14 +135,12 @@ def fit_small(wrap, target):
 
 
 def run_all():
-    """Everything, in one process a rank."""
     names = fail_after_a_forward_pass()
     return names, train_by_hand(), compare_buffers(True), compare_buffers(False), fit_small(DistributedDataParallel, 16)
 
 
 @cache
 def answers():
-    """Asked once."""
     return run_ranks(run_all, timeout_seconds=15)
 
 
