@@ -58,7 +58,6 @@ def read_page(page: str) -> str:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """Every block of the page, in order."""
     mark = r"(?:<!-- ((?:file|not run|differs|shown): .+?) -->\n)?"
     pattern = rf"^{mark}```(\w+)\n(.*?)^```$(?:\n\n{mark}```text\n(.*?)^```$)?"
     found = re.findall(pattern, read_page(page), flags=re.MULTILINE | re.DOTALL)
@@ -134,7 +133,6 @@ def run_console(page: str, folder: Path) -> None:
 
 
 def has_code(page: str) -> bool:
-    """Whether there is anything to run."""
     return any(block.language in {"python", "console"} for block in blocks_of(page))
 
 
@@ -296,7 +294,6 @@ def test_each_picture_is_self_contained_and_knows_the_dark() -> None:
 
 
 def texts_of(picture: str) -> str:
-    """What is written in a picture."""
     root = ET.parse(DOCS / picture).getroot()  # our own file
     return " ".join("".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text"))
 

@@ -48,7 +48,6 @@ class SteplessSGD(torch.optim.SGD):
 
 
 def run_out_in_update():
-    """Memory ends inside the optimizer's step."""
     model = Plain(torch.float32)
     plan = autobatch.fit(model, 16, batch=make_batch(4), step=mean_step)
     autobatch.Runner(plan, model, mean_step, SteplessSGD(model.parameters())).step(make_batch(16))
@@ -63,7 +62,6 @@ def run_out_at_one():
 
 
 def save_and_load(text, tmp_path):
-    """Load a file with this text."""
     (tmp_path / "plan.json").write_text(text)
     autobatch.Plan.load(tmp_path / "plan.json")
 
@@ -99,7 +97,6 @@ def two_counts(model, batch):
 
 
 def count_by_turns():
-    """Every second micro-batch states no count."""
     calls = itertools.count()
 
     def step(model, batch):
@@ -110,13 +107,11 @@ def count_by_turns():
 
 
 def weigh_other_terms():
-    """Each call counts another term."""
     calls = itertools.count()
     return lambda batch: {f"term {next(calls)}": 1.0}
 
 
 def count_without_room(batch):
-    """Memory ends in the count itself."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
 
@@ -126,7 +121,6 @@ def step_through(head):
 
 
 def write_into_batch(model, batch):
-    """Normalise in place."""
     batch[0].mul_(2)
     return mean_step(model, batch)
 
@@ -139,7 +133,6 @@ def call_backward(model, batch):
 
 
 def write_gradients(model, batch):
-    """Set a gradient."""
     model.head.bias.grad = torch.zeros(4)
     return mean_step(model, batch)
 
@@ -187,7 +180,6 @@ def fit_texts(lengths=length_of, batch=None, **options):
 
 
 def run_texts(batch, **given):
-    """A step of a plan with lengths."""
     model, plan = fit_texts()
     options = {"weigh": count_tokens, "cut": autobatch.by_length(length_of), **given}
     autobatch.Runner(plan, model, read_step, None, **options).accumulate(batch)
@@ -285,6 +277,8 @@ INVALID = [
     (lambda: fit_with(hook=lambda p: p.register_hook(lambda _: None)), "runner.accumulate"),
     (lambda: hook_late(lambda p: p.register_post_accumulate_grad_hook(lambda _: None)), "torch.optim.AdamW"),
     (lambda: make_runner(scaler=object()), "torch.amp.GradScaler"),
+    (lambda: make_runner(keep=[object()]), "keep[0]", "state_dict()", "take()"),
+    (lambda: make_runner(keep=nn.Linear(2, 2)), "keep=Linear", "keep=[...]"),
     (lambda: make_runner(scheduler=object()), "step()"),
     (accumulate_while_accelerate_does, "accumulate()", "accelerator.accumulate()"),
     (lambda: make_runner().step_over(make_batch(16)[0]), "step_over()", "step()"),

@@ -61,12 +61,6 @@ def test_every_module_says_what_it_does() -> None:
         assert missing == [], module
 
 
-def test_a_misspelt_name_is_an_attribute_error() -> None:
-    """As of any module, though public names are imported when they are used."""
-    with pytest.raises(AttributeError, match="fitt"):
-        _ = autobatch.fitt
-
-
 def test_changelog_begins_with_the_version() -> None:
     """The newest entry of the changelog is about the version that is here."""
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)

@@ -9,14 +9,8 @@ from workloads import Plain, make_batch, mean_step
 
 import autobatch
 from autobatch.memory.cpu import CpuDevice
-from autobatch.memory.device import Device
 from autobatch.records import Tenant
 from autobatch.testing import FakeDevice, oom_at, tenant
-
-
-def test_the_fake_device_is_a_device():
-    """It stands behind the same protocol as the real ones."""
-    assert isinstance(FakeDevice(lambda n: n, total_bytes=10), Device)
 
 
 def test_the_documented_example_holds():
@@ -83,25 +77,11 @@ def test_oom_at_counts_forward_backward_and_update():
     assert any("clone" in name or "add_" in name for name in failed[-4:])  # one of the update's
 
 
-def test_oom_at_is_recognised_as_an_oom():
-    """The planned error is of the type that the real one has."""
-    with pytest.raises(torch.OutOfMemoryError) as caught, oom_at(1):
-        torch.ones(2)
-    assert autobatch.is_oom(caught.value)
-
-
 def test_oom_at_passes_views_over():
     """A view allocates nothing, so memory cannot end there."""
     data = torch.randn(4, 4)
     with oom_at(1) as planned:
         data[1:].view(-1).t()
-    assert planned.operations == 0
-
-
-def test_oom_at_passes_marks_of_the_profiler_over():
-    """Each optimizer's step is enclosed in a named range, which takes no memory of the device."""
-    with oom_at(1) as planned, torch.profiler.record_function("a range"):
-        pass
     assert planned.operations == 0
 
 

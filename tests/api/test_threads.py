@@ -14,7 +14,6 @@ from process_state import read_process_state
 from sampling import sample
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils import _python_dispatch
 
 import autobatch
 from autobatch._process_lock import one_at_a_time
@@ -34,7 +33,6 @@ class Pause:
         self.inside, self.goes_on = threading.Event(), threading.Event()
 
     def __call__(self):
-        """Stop here the first time."""
         if not self.inside.is_set():
             self.inside.set()
             assert self.goes_on.wait(AT_MOST_S)
@@ -85,8 +83,6 @@ def read_generators():
 
 
 class Worker(threading.Thread):
-    """Does something, and keeps what it raised."""
-
     def __init__(self, action):
         super().__init__(daemon=True)
         self.action, self.error, self.is_unchanged = action, None, False
@@ -167,16 +163,6 @@ def enter_and_leave(contexts, first_leaves_first):
         for number in (0, 1) if first_leaves_first else (1, 0):
             pauses[number].goes_on.set()
             workers[number].finish()
-
-
-@pytest.mark.parametrize("first_leaves_first", [True, False])
-def test_two_limits_leave_torch_s_own_flags_as_they_were(first_leaves_first):
-    """Torch notes in globals that the process is in a dispatch mode, and reads them where it compiles."""
-    flags = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
-    assert flags
-    before = [getattr(_python_dispatch, name) for name in flags]
-    enter_and_leave([CpuDevice().limit(2**60), CpuDevice().limit(2**60)], first_leaves_first)
-    assert [getattr(_python_dispatch, name) for name in flags] == before
 
 
 @pytest.mark.parametrize("first_leaves_first", [True, False])
