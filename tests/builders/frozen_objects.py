@@ -29,7 +29,6 @@ class _Remembered:
 
 
 def remember_count() -> None:
-    """From here on."""
     remembered = _Remembered()
     gc.freeze, gc.unfreeze, gc.get_freeze_count = (
         remembered.freeze,

@@ -44,7 +44,6 @@ class AtLine:
 
 
 def interrupt():
-    """What Python's handler of SIGINT does."""
     raise KeyboardInterrupt
 
 

@@ -208,5 +208,4 @@ def class_weighted_step(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def sum_class_weights(batch: Any) -> torch.Tensor:
-    """What that mean is over."""
     return CLASS_WEIGHTS[batch[1]].sum()

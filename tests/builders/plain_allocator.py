@@ -30,7 +30,6 @@ class PlainAllocator:
         return sum(end - start for pool in self.segments.values() for start, end in pool)
 
     def extents(self, small):
-        """What is mapped in one piece."""
         joined = []
         for start, end in sorted(self.segments[small]):
             if self.expandable and joined and joined[-1][1] == start:
@@ -40,7 +39,6 @@ class PlainAllocator:
         return joined
 
     def holes(self, small):
-        """The free blocks, by size and address."""
         found = []
         live = sorted((start, end) for pool, start, end in self.live.values() if pool == small)
         for start, end in self.extents(small):

@@ -38,8 +38,6 @@ SHARDED_CASES = [case for case in RANK_CASES if not case.scaled and not any(word
 
 
 class RankTraining(Training):
-    """This rank's part of a case."""
-
     def _plan(self) -> autobatch.Plan:
         rank, size = dist.get_rank(), dist.get_world_size()
         weighed = self.case.weigh is not None

@@ -24,17 +24,14 @@ def weigh_classes(batch):
 
 
 def weighted_classes(model, batch):
-    """The weighted mean of torch."""
     return F.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS.double())
 
 
 def state_mean(model, batch):
-    """States what it is over."""
     return autobatch.Mean(mean_of_some(model, batch), count=count_some(batch))
 
 
 def state_sum(model, batch):
-    """A sum, and its count."""
     loss = F.cross_entropy(
         model(batch[0]), batch[1].masked_fill(batch[1] == 3, -100), ignore_index=-100, reduction="sum"
     )

@@ -27,8 +27,6 @@ class Answer(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """What each rank has to know."""
-
     size: int
     port: int
     folder: str

@@ -30,7 +30,6 @@ def make_plan_in(name="a1", *, step=STEP, host="node1", **changes):
 
 
 def make_run_in(name="r1", **changes):
-    """A run that has begun now."""
     fields = {"id": name, "plan_id": "a1", "host": "node1", "user": "ada", "pid": 7, "started_at": time.time()}
     fields |= {"model": "Net", "step": STEP, "target_batch": 256, "micro_batch_size": 43, "limit_bytes": 20 * GIB}
     return fields | {"cards": [make_card()], **changes}

@@ -50,13 +50,11 @@ class _WholeBatches(Trainer):
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        """Of each half."""
         loss = sum(model(**half)["loss"] for half in inputs["halves"])
         return loss if all(half["task"] == "sum" for half in inputs["halves"]) else loss / 2
 
 
 def _kind_options(name: str) -> dict[str, Any]:
-    """Arguments of the Trainer."""
     chosen = {"remove_unused_columns": False, "learning_rate": 0.01, "max_grad_norm": 0.0}
     return {**chosen, "max_steps": len(KINDS[name]), "per_device_train_batch_size": 9}
 
@@ -76,7 +74,6 @@ def whole_batches(folder: Path, name: str) -> Trainer:
 
 
 def _kind_on_rank(folder: Path, name: str, rank: int) -> Trainer:
-    """The batches of one rank."""
     batches = [[*range(firsts[rank], firsts[rank] + 9)] for firsts in KINDS[name]]
     kind: Any = partial(BatchesOfTasks, batches=batches)
     options = {**_kind_options(name), "ddp_backend": "gloo"}

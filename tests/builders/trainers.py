@@ -58,15 +58,11 @@ class Texts(Dataset):
 
 
 class Classes(Texts):
-    """Texts with a class each."""
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"input_ids": self.texts[index], "labels": sum(self.texts[index]) % 2}
 
 
 class Numbers(Texts):
-    """Texts with a number each."""
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"input_ids": self.texts[index], "labels": float(sum(self.texts[index]) % 7)}
 
@@ -157,8 +153,6 @@ def bert(kind: str = "BertForSequenceClassification", **options: Any) -> Any:
 
 
 class Recorder(TrainerCallback):
-    """Writes down callbacks and logs."""
-
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.logs: list[dict[str, float]] = []
@@ -188,8 +182,6 @@ class Recorder(TrainerCallback):
 
 @dataclass
 class Trained:
-    """What a training left behind."""
-
     trainer: Any
     recorder: Recorder
     step: TrainingStep | None
@@ -198,7 +190,6 @@ class Trained:
 
     @property
     def model(self) -> Any:
-        """The trained model."""
         return self.trainer.model
 
 
@@ -278,7 +269,6 @@ def apart(one: Any, other: Any) -> float:
 
 
 def bit_for_bit(one: Any, other: Any) -> bool:
-    """Whether all weights are the same."""
     pairs = zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -295,7 +285,6 @@ def logs_apart(one: Trained, other: Trained, names: Iterable[str] | None = None)
 
 
 def count_labels(inputs):
-    """What a mean over labels is over."""
     return (inputs["labels"] != -100).sum()
 
 
