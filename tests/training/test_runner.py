@@ -685,3 +685,13 @@ def test_a_loader_in_the_place_of_a_batch_is_named(call, kind):
     assert "register" not in str(caught.value)
     assert "\n" not in str(caught.value)
     assert runner.steps == 0
+
+
+@pytest.mark.quick
+def test_the_target_is_never_changed_in_silence(caplog):
+    """After any number of retries all samples of the batch are in the update."""
+    _, _, runner = make_runner(37, 37)
+    with oom_at(20, 40, 70):
+        result = runner.step(make_batch(37, torch.float64))
+    assert result.retries == 3
+    assert sum(result.micro_batch_sizes) == 37
