@@ -1,4 +1,4 @@
-"""Wrong arguments of public calls: each gives one line of our own error, and none is accepted in silence."""
+"""Wrong arguments of public calls: each gives one line of our own error, and none is accepted."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fake(curve=lambda n: 10 + n, **options):
 
 
 def enter(manager):
-    """What is wrong with it is found at the latest when the block begins."""
+    """A wrong argument is found at the latest when the block begins."""
     with manager:
         pass
 
@@ -78,7 +78,7 @@ def share(dataset=range(64), **options):
 
 
 def share_state():
-    """What one that has begun nothing would go on with."""
+    """The state of a sampler that has begun nothing."""
     return {"epoch": 0, "batch": 0, "seed": 0, "shuffle": True, "samples": 64, "target_batch": 16}
 
 

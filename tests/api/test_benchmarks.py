@@ -20,7 +20,7 @@ from autobatch.prediction.predict import MARGIN, MARGIN_REASON
 
 @pytest.mark.parametrize("name", ["accuracy", "chain", "peaks", "peers", "recomputed", "results", "search"])
 def test_a_benchmark_can_be_imported(name):
-    """What it uses of the package is there, as far as names go."""
+    """The package has the names that it uses."""
     assert importlib.import_module(name).__doc__
 
 

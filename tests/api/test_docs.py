@@ -75,7 +75,7 @@ def normalise(text: str, mark: str = "") -> str:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Of a process that runs what a page shows."""
+    """Environment of a process that runs a page's code."""
     found = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     found |= {"MLFLOW_TRACKING_URI": (home / "mlruns").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
     found |= {"MLFLOW_DISABLE_TELEMETRY": "true", "COLUMNS": "80"}
@@ -113,7 +113,7 @@ def run_python(page: str, folder: Path) -> None:
 
 
 def run_console(page: str, folder: Path) -> None:
-    """Run the page's commands, all in one process, which is what imports torch; and compare what each prints."""
+    """Run the page's commands in one process, since each imports torch, and compare their output."""
     shown = []
     for block in blocks_of(page):
         if block.language == "console" and not block.mark.startswith("not run"):
@@ -178,7 +178,7 @@ def test_each_page_can_be_reached(page: str) -> None:
 
 
 def shown_commands() -> Iterator[tuple[str, str]]:
-    """Every whole ``autobatch ...`` that stands on a page, in a block or between backticks."""
+    """Every whole ``autobatch ...`` on a page, in a block or between backticks."""
     for page in PAGES:
         text = read_page(page)
         for line in re.findall(r"^(?:\$ )?autobatch ([a-z].*)$", text, flags=re.MULTILINE):

@@ -134,7 +134,7 @@ class Case:
         self.fit(cut=autobatch.by_length(self.length_of))
 
     def raised(self, entry: str, where: str, error: BaseException | type[BaseException]) -> BaseException:
-        """Return what the entry raises if this function raises that error, or a new one of that class each time."""
+        """Return the entry's error if this function raises that error, or a new one of that class each time."""
         self.error, self.where = error, where
         try:
             getattr(self, entry)()
@@ -164,7 +164,7 @@ ENTRIES = {
 @pytest.mark.parametrize("where", ["step", "backward", "optimizer", "weigh"])
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_error_of_the_users_says_which_function_raised_it_and_who_called_that(entry: str, where: str) -> None:
-    """The same object comes out, with one note: the function, its number of samples, and the call of ours."""
+    """The same object comes out, with one note: the function, its number of samples, and our call."""
     if where == "optimizer" and entry in {"run_accumulate", "run_verify"}:
         return  # which step no optimizer
     case = Case()

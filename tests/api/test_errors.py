@@ -1,4 +1,4 @@
-"""The hierarchy of errors: what a user can rely on when catching one. What each says is tested where it is raised."""
+"""The hierarchy of errors: what a user can rely on when catching one. Other tests hold their messages."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_digits_makes_room_for_the_tenant(digits: Ran) -> None:
 
 @pytest.mark.slow
 def test_text_learns(text: Ran) -> None:
-    """Of functions it has never seen, a byte costs far fewer bits after training than before."""
+    """A byte of unseen functions costs far fewer bits after training than before."""
     before, after = text.numbers("bits per byte, unseen")
     assert 6 < before < 9
     assert after < 0.6 * before

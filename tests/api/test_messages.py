@@ -1,4 +1,4 @@
-"""Each error is one line that names what the user passed and what helps. Only public doors are used."""
+"""Each error is one line with the user's own input and a remedy. Only public doors are used."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def write_into_batch(model, batch):
 
 
 def call_backward(model, batch):
-    """Call backward, as in a loop of one's own."""
+    """Call backward, as in a loop by hand."""
     loss = mean_step(model, batch)
     loss.backward(retain_graph=True)
     return loss
@@ -402,7 +402,7 @@ def test_an_error_names_what_was_passed_and_what_to_do(row):
 
 
 def test_cannot_retry_says_that_parameters_may_have_moved():
-    """An OOM in the update: what happened, that it was not retried, and what to do."""
+    """An OOM in the update: the message says that it was not retried, and names a remedy."""
     with pytest.raises(errors.CannotRetry) as caught:
         run_out_in_update()
     for said in ("20.00 MiB", "parameters may have moved", "step 0", "checkpoint", "headroom="):
@@ -430,7 +430,7 @@ def test_many_ranks_are_refused_before_anything_runs(monkeypatch):
 
 
 def test_a_wrong_first_guess_of_the_input_is_the_models_own_error():
-    """Where the model's first layer misleads, the user sees the model's error, not ours."""
+    """The user sees the model's error, not ours, if the first layer misleads."""
     model = nn.Sequential(nn.Linear(6, 4))
     model.forward = lambda x: F.conv2d(x, torch.zeros(1, 1, 3, 3))
     with pytest.raises(RuntimeError, match="conv2d"):

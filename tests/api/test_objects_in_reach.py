@@ -20,7 +20,7 @@ MOST_ANSWERS = 1000
 
 
 class Endless(BaseException):
-    """No handler of ours may catch it."""
+    """Our code must not catch it."""
 
 
 ASKED: list[str] = []

@@ -14,7 +14,7 @@ import autobatch
 
 
 class Least:
-    """What is needed: groups, as a property, and a step."""
+    """The least that is needed: groups, as a property, and a step."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.steps = inner, 0

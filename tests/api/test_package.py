@@ -1,4 +1,4 @@
-"""The package as it is shipped and imported: what the wheel holds, what an import costs, what the version is."""
+"""The package as it is shipped and imported: contents of the wheel, cost of an import, version."""
 
 from __future__ import annotations
 

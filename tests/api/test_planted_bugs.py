@@ -1,4 +1,4 @@
-"""The planted bugs fit the package: what each replaces is there. That tests find them is ``make bugs``."""
+"""The planted bugs fit the package: what each replaces is there. ``make bugs`` checks that tests find them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages that newcomers read first: what they name exists, and what they show can be pasted."""
+"""The pages that newcomers read first: named things exist, and code can be pasted."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _test_functions() -> set[str]:
 
 
 def test_each_test_that_is_named_exists() -> None:
-    """What the page says is shown by a test, is a function of that name; each guarantee of the table names one."""
+    """Each test that the page names is a function of that name; each guarantee of the table names one."""
     table = CONTRACT.partition("| guarantee | shown by |\n")[2].partition("\n\n")[0]
     rows = table.splitlines()[1:]
     assert len(rows) >= 12

@@ -100,7 +100,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_repr_is_one_short_line(name):
-    """With what it is about first; lists and texts of any length do not make it longer."""
+    """The subject comes first; lists and texts of any length do not make it longer."""
     make, begins = SHOWN[name]
     text = repr(make())
     assert text.startswith(begins)
@@ -118,7 +118,7 @@ def test_a_plan_in_a_repl_is_what_print_shows():
 
 @pytest.fixture(scope="module")
 def predictions():
-    """One that fits, and one that does not."""
+    """A prediction that fits, and one that does not."""
     model, step = nn.Linear(64, 4), lambda model, batch: model(batch).square().mean()
     fits = autobatch.predict(model, torch.zeros(2, 64), step, gpu="24GiB", target_batch=12)
     with torch.device("meta"):
@@ -178,7 +178,7 @@ def _read_back(text: str) -> tuple[float, int]:
 
 @given(BYTES)
 def test_the_text_is_true_to_one_decimal(count: int) -> None:
-    """What is read back differs by at most half of the last decimal shown (and floats' own rounding)."""
+    """The text differs by at most half of its last decimal (and floats' own rounding)."""
     value, unit = _read_back(format_bytes(count))
     assert abs(value - count) <= 0.0501 * unit if unit > 1 else value == count
 

@@ -1,4 +1,4 @@
-"""What users get for their own tests: a fake device, planned out-of-memory errors, a tenant."""
+"""Tools for users' own tests: a fake device, planned out-of-memory errors, a tenant."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_oom_at_passes_views_over():
 
 
 def test_a_tenant_holds_real_bytes_until_it_leaves():
-    """What somebody else holds counts against a budget, and is free again after an error too."""
+    """Memory that somebody else holds counts against a budget, and is free again after an error too."""
     device = CpuDevice()
     device.reclaim()
     before = device.usage().allocated

@@ -1,4 +1,4 @@
-"""What belongs to the whole process is as before after any two of fit, verify, predict, map and step in two threads."""
+"""Two threads run any two of fit, verify, predict, map and step: the process's own state is restored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAITS_S = 0.5
 
 
 class Pause:
-    """Where a thread stops inside its work until it may go on."""
+    """The place at which a thread waits inside its work."""
 
     def __init__(self):
         self.inside, self.goes_on = threading.Event(), threading.Event()
@@ -186,7 +186,7 @@ def test_compiled_code_is_eager_in_a_limit_and_compiled_later(first_leaves_first
 
 @pytest.mark.parametrize("stance", ["default", "eager_on_recompile"])
 def test_the_user_s_own_stance_is_in_force_again_after_a_limit(stance):
-    """One that was set before."""
+    """A stance that was set before."""
     with torch.compiler.set_stance(stance):
         with CpuDevice().limit(2**60), CpuDevice().limit(2**60):
             assert torch._dynamo.eval_frame._stance.stance == "force_eager"

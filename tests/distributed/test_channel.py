@@ -112,7 +112,7 @@ def test_a_group_of_some_ranks_has_a_channel_of_its_own():
 
 
 def open_without_the_last():
-    """What the others say of a rank that does not come."""
+    """The others' error about a rank that does not come."""
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(8)  # it is alive as long as they wait
         return ""
@@ -123,14 +123,14 @@ def open_without_the_last():
 
 
 def test_a_rank_that_does_not_come_is_named():
-    """Where the channel is opened, no rank knows the processes of the others yet."""
+    """No rank knows the processes of the others before the channel is open."""
     *others, _ = values_of(run_ranks(open_without_the_last, size=3))
     for other in others:
         assert other.startswith("rank 2 of 3 did not make the same call within 3 s (")
 
 
 def lose_one_of_a_part():
-    """What the other member of a group of two of three ranks says."""
+    """The error of the other member of a group of two of three ranks."""
     part = dist.new_group([1, 2], timeout=timedelta(seconds=3))
     if dist.get_rank() == 0:
         return None
@@ -212,7 +212,7 @@ def test_the_channels_threads_have_ended_before_the_interpreter_ends(end):
 
 
 def test_a_channel_of_a_group_that_was_destroyed_says_so():
-    """Where a Runner is used after ``destroy_process_group``; torch's own error would name no way out."""
+    """A Runner is used after ``destroy_process_group``; torch's own error would name no way out."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         channel = open_channel(None)

@@ -1,4 +1,4 @@
-"""What a step does on every rank where it cannot be done on one: the same end, everything as before, and no hang."""
+"""A step that fails on one rank ends alike on every rank: undone, and without a hang."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Breaking(torch.optim.SGD):
 
 
 def run_all():
-    """What came of each way to fail, and of the next step."""
+    """The outcome of each way to fail, and of the next step."""
     rank = dist.get_rank()
     found = {}
 
@@ -204,7 +204,7 @@ CHECKPOINT = "CannotRetry: the update of step 0 failed on another rank ("
     ],
 )
 def test_an_error_on_one_rank_undoes_the_step_on_all(name, which, own, others):
-    """That rank gets its own error, the others get its rank and reason; the step is undone."""
+    """The failing rank gets its own error, the others get its rank and reason; the step is undone."""
     for rank, (text, changed) in enumerate(results_of(name)):
         assert text.startswith(own if rank == which else others)
         assert changed == []
@@ -217,7 +217,7 @@ def test_the_step_can_be_run_again(name):
 
 
 def test_a_shortage_on_one_rank_is_that_ranks_matter():
-    """It goes on with smaller micro-batches, and the others with theirs."""
+    """It continues with smaller micro-batches, and the others with theirs."""
     assert results_of("a shortage") == [((4, 4), 0), ((2, 2, 2, 2), 1), ((4, 4), 0)]
 
 

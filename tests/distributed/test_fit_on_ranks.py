@@ -33,7 +33,7 @@ def slow_step(model, batch):
 
 
 def fit_by_the_clock(model):
-    """A plan by speed; time goes on as before afterwards."""
+    """A plan by speed, on a clock of the test's."""
     with pytest.MonkeyPatch.context() as changes:
         changes.setattr(probe, "time", CLOCK)
         return describe(fit(model, step=slow_step, share="speed"))
@@ -68,7 +68,7 @@ def with_ignored(*names):
 
 
 def with_parallel_head():
-    """Of which each rank has a part, as in tensor parallelism."""
+    """A layer of which each rank has a part, as in tensor parallelism."""
     model, mesh = Plain(), init_device_mesh("cpu", (dist.get_world_size(),))
     model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Shard(0)]))
     return model
@@ -89,7 +89,7 @@ def with_other_weights():
 
 
 def with_other_names():
-    """Whose layers were made in the order of a set, which each process has of its own."""
+    """A model whose layers were made in the order of a set, which differs between processes."""
     names = ["first", "second"][:: 1 - 2 * dist.get_rank()]
     return DistributedDataParallel(nn.ModuleDict({name: nn.Linear(2, 2) for name in names}))
 

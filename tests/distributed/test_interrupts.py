@@ -54,7 +54,7 @@ def test_without_an_interrupt_nothing_happens():
 
 
 def test_an_interrupt_that_is_ignored_stays_so():
-    """Where the program has no handler of its own, there is nothing to hold back."""
+    """A program without a handler has nothing to hold back."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with deferred_interrupts():

@@ -62,7 +62,7 @@ def call(function, *arguments):
 
 
 def interrupt_a_step(count):
-    """What it raises, whether it counts, what has changed, and what the next step of the same or a new Runner does."""
+    """Its error, whether it counts, the changes, and the outcome of the next step of the same or a new Runner."""
     model, optimizer, runner = make_training()
     before = bits_of(model.module, optimizer)
     with interrupted_after(count):
@@ -75,7 +75,7 @@ def interrupt_a_step(count):
 
 
 def interrupt_a_pass():
-    """What comes of Ctrl-C on one rank while the ranks say how many samples each has read, and the next step."""
+    """The outcome of Ctrl-C on one rank while the ranks exchange their numbers of samples, and the next step."""
     *_, runner = make_training()
     batch = make_batch(8, torch.float64)
     with interrupted_after(1):
@@ -95,7 +95,7 @@ def interrupt_fit(model, count):
 
 
 def step_inside_join():
-    """What it raises, on which no rank waits."""
+    """Its error, on which no rank waits."""
     model, _, runner = make_training()
 
     def run():

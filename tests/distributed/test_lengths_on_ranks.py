@@ -42,7 +42,7 @@ def state_sum(model, batch):
 
 
 class Shortages(NamedTuple):
-    """Of steps in which memory ended on one rank: those done, the relative error of the worst, and those undone."""
+    """Steps in which one rank ran out of memory: those done, the worst relative error, and those undone."""
 
     farthest: float
     retries: int
@@ -171,7 +171,7 @@ def fail(call):
 
 
 def fail_all():
-    """What is raised on each rank where one has a sample that is too long, or no lengths."""
+    """The errors of all ranks if one has a sample that is too long, or no lengths."""
     rank = dist.get_rank()
     model, whole = make_model()
     runner = make_runner(model)
@@ -243,7 +243,7 @@ def test_each_rank_finds_its_own_sizes_by_length():
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_memory_may_end_on_one_rank(failing):
-    """It alone goes on with less, or all have undone the step; every sample has run once in those that were done."""
+    """It alone continues with less, or all have undone the step; a step that was done has run every sample once."""
     runs = [runs[failing] for runs in results_of("short")]
     assert all(run.farthest < 1e-12 for run in runs)
     assert runs[failing].retries > 2

@@ -1,4 +1,4 @@
-"""Which ranks there are, what a rank measures of itself, and how ranks compare their values."""
+"""Finding the ranks, a rank's own time, and the comparison of values between ranks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Sharded(nn.Linear):
 
 
 def test_on_the_cpu_it_is_the_clock():
-    """What lies outside the two marks does not count."""
+    """Time outside the two marks does not count."""
     own = OwnTime(torch.device("cpu"))
     assert own.read() == 0.0
     began = time.perf_counter()
@@ -146,7 +146,7 @@ class Event:
 
 
 def test_on_cuda_it_is_of_the_last_step_that_is_over(monkeypatch):
-    """The host asks and goes on; what is not over is read in a later step."""
+    """The host does not wait: it reads an unfinished step later."""
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "Event", stream.make_event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)

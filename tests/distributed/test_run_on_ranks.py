@@ -131,7 +131,7 @@ def test_steps_are_those_of_one_process(sharded, name, drop_last):
 
 
 class DiskError(Exception):
-    """Of the user's data."""
+    """An error of the user's data."""
 
 
 def break_off(loader, at):
@@ -157,7 +157,7 @@ def fail_in_a_loader(at):
 
 
 def leave_on_one_rank():
-    """One rank begins again where the other goes on."""
+    """One rank begins again and the other continues."""
     rank, training = dist.get_rank(), Training()
     loader = batches_of(rank, 20, 4)
     try:

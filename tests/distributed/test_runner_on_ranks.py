@@ -60,7 +60,7 @@ class Used(nn.Sequential):
 
 
 class LastChannels(nn.Module):
-    """A convolution whose weight lies in memory with its channels last."""
+    """A convolution whose weight has its channels last in memory."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ def answers_of(size):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", DIVISIONS)
 def test_the_gradient_is_that_of_the_whole_target(size, name):
-    """Of every division of the samples, also with none on a rank; a step over small batches moves the weights by it."""
+    """Every division of the samples is exact, also with none on a rank; so is a step over small batches."""
     for errors in values_of(answers_of(size)):
         assert len(errors[name]) == 2 * len(DIVISIONS[size])
         assert max(max(pair) for pair in errors[name]) < 1e-12, errors[name]

@@ -98,7 +98,7 @@ PLACES = ("forward", "between", "backward")
 
 
 def run_all():
-    """What came of each way to fail, in the first step and in a later one, and of the next step."""
+    """The outcome of each way to fail, in the first step and in a later one, and of the next step."""
     rank, found = dist.get_rank(), {}
 
     def note(name, training, run=None):
@@ -149,13 +149,13 @@ def test_an_error_inside_a_pass_of_one_rank_undoes_the_step_on_all(name, own, pl
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_shortage_inside_a_pass_makes_all_ranks_drop_it(place, step):
-    """The rank that is short goes on with smaller micro-batches, and the others with as many."""
+    """The rank that is short continues with smaller micro-batches, and the others with as many."""
     assert results_of(f"a shortage in {place}, step {step}") == [((2, 2, 2, 2), 1)] * SIZE
     assert results_of(f"after a shortage in {place}, step {step}") == [((2, 2, 2, 2), 0)] * SIZE
 
 
 def test_an_error_outside_of_passes_undoes_the_step_too():
-    """That rank gets its own error, the others get its rank and reason; the step is undone."""
+    """The failing rank gets its own error, the others get its rank and reason; the step is undone."""
     own = "ZeroDivisionError: "
     for rank, (text, changed) in enumerate(results_of("an error in weigh")):
         assert text.startswith(own if rank == 1 else f"{undone(0)}rank 1: {own}")
@@ -163,7 +163,7 @@ def test_an_error_outside_of_passes_undoes_the_step_too():
 
 
 def test_a_rank_on_which_nothing_counts_runs_the_passes_of_the_others():
-    """Where that is so on all, nothing happens on any."""
+    """If no rank counts anything, nothing happens."""
     assert results_of("nothing counts on others") == [((4, 4), 0)] * SIZE
     assert results_of("nothing counts") == results_of("after nothing counts") == [((), 0)] * SIZE
 
@@ -205,7 +205,7 @@ def test_a_rank_that_stops_answering_ends_the_step_on_the_others():
 
 
 def train_a_foreign_one():
-    """In its third step the user's function begins to train what no retry could take back, and memory ends there."""
+    """In its third step the user's function trains what no retry could take back, and runs out of memory."""
     foreign, is_trained = nn.Parameter(torch.zeros((), dtype=torch.float64)), []
 
     def step(model, batch):

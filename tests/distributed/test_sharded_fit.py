@@ -80,7 +80,7 @@ def fail(call):
 
 
 def refuse_all():
-    """What each model that cannot be trained is refused with."""
+    """The refusal of each model that cannot be trained."""
     part = nn.Sequential(fully_shard(nn.Linear(64, 4)), nn.Linear(4, 4))
     ignoring = Wide()
     fully_shard(ignoring, ignored_params={ignoring[0].weight})

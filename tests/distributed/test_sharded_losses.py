@@ -27,7 +27,7 @@ EVEN = (6, 6)
 
 
 class Heads(nn.Module):
-    """Returns what two heads say; the second may be called by itself, too."""
+    """Returns the outputs of two heads; the step may call the second alone, too."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Body(Heads):
 
 
 class WithLoss(Heads):
-    """Computes its loss itself, which is nan where every label is ignored, and returns it beside what it is made of."""
+    """Computes its loss itself, and returns it beside the logits; it is nan if every label is ignored."""
 
     def forward(self, inputs, labels):
         left, right = super().forward(inputs)
@@ -134,7 +134,7 @@ def whole_gradients(make_model, step, batch):
 
 
 def make_runner(make_model, step, *, weigh=None, beside=(), **options):
-    """Of this rank, in micro-batches of 3."""
+    """A Runner of this rank, in micro-batches of 3."""
     torch.manual_seed(0)
     model = shard(make_model())
     optimizer = torch.optim.SGD([*model.parameters(), *beside], lr=0.1)
@@ -163,7 +163,7 @@ def error_of(model, expected):
 
 
 def step_through(name):
-    """Errors of each division, by itself and after steps with which the passes are known; CI takes every second."""
+    """Errors of each division, at once and after steps with which the passes are known; CI takes every second."""
     make_model, step, weigh, labels = CASES[name]
     batch, errors = make_labels(**labels), []
     expected = whole_gradients(make_model, step, batch)

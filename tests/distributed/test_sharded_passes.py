@@ -100,7 +100,7 @@ class Training:
 
 
 def _shard(model):
-    """Each block by itself: a list of modules cannot be."""
+    """Each block alone: a list of modules cannot be sharded."""
     if not isinstance(model, Blocks):
         return shard(model)
     for module in (*model.blocks, model.head):
@@ -156,7 +156,7 @@ waiting: InvalidArgument: an earlier backward pass left gradients that are not s
 
 
 def change(name):
-    """What comes of a setting that is changed after a step."""
+    """The outcome of a setting that is changed after a step."""
     training = Training()
     training.accumulate()
     SETTINGS[name](training.model)
@@ -173,7 +173,7 @@ def run_evaluation():
 
 
 def run_orders():
-    """A block is skipped from the third step on, and memory ends on one rank in that very step."""
+    """A block is skipped from the third step on, and one rank runs out of memory in that very step."""
     training, found = Training(), []
     for number in range(6):
         training.model.order = (0, 1, 2) if number < 2 else (0, 1)
@@ -280,7 +280,7 @@ def test_an_evaluation_between_two_steps_leaves_passes_known():
 
 
 def test_a_pass_that_differs_is_run_again_on_all_ranks():
-    """Also where memory has ended on one of them before it could differ there; and it is known again in the end."""
+    """Also if one of them ran out of memory before its pass could differ; in the end the pass is known again."""
     for (found, exchanges), (known, *_) in zip(results_of("orders"), results_of("evaluation"), strict=True):
         assert [retries for _, retries, _ in found] == [0, 0, 1, 0, 0, 0, 0]
         assert max(error for *_, error in found) < 1e-12
@@ -288,7 +288,7 @@ def test_a_pass_that_differs_is_run_again_on_all_ranks():
 
 
 def test_a_rank_that_is_not_short_runs_its_micro_batches_again_as_they_were():
-    """Their samples are taken from the batch anew."""
+    """Their samples are taken from the batch once more."""
     first, second = results_of("late")
     assert first[:2] == ((3, 3, 3, 3, 3), 1)
     assert second[:2] == ((1, 1, 1, 1, 1, 1), 1)
@@ -318,7 +318,7 @@ def test_a_rank_whose_model_refuses_one_sample_goes_on_with_all():
 
 
 def test_a_rank_that_has_only_one_sample_fails_with_its_own_error():
-    """And all can go on."""
+    """And all can continue."""
     first, second = results_of("one sample")
     assert second[7][0].startswith("ValueError: Expected more than 1 value per channel when training")
     assert first[7][0].startswith("RankFailed: accumulate 0 was undone on every rank, because it failed on one: ")

@@ -86,7 +86,7 @@ class Reentrant(Deep):
 
 
 class Compiled(Deep):
-    """Each layer by itself, as fully_shard is used with compilation."""
+    """Each layer alone, as fully_shard is used with compilation."""
 
     def __init__(self):
         super().__init__()

@@ -28,7 +28,7 @@ def samplers(shares, samples=40, **options):
 
 
 def joined(ranks):
-    """What all ranks get in each step, in the order of the ranks."""
+    """The samples of all ranks in each step, in the order of the ranks."""
     return [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
@@ -71,7 +71,7 @@ def test_ranks_together_have_the_batches_of_one(shares, samples, shuffle):
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 300), st.booleans())
 def test_any_shares_have_every_sample_once(shares, samples, drop_last):
-    """Or it is said beforehand that they cannot; no rank ever gets an empty list."""
+    """Or the sampler refuses them beforehand; no rank ever gets an empty list."""
     target = sum(shares)
     try:
         ranks = samplers(tuple(shares), samples=samples, drop_last=drop_last)
@@ -121,7 +121,7 @@ def test_an_order_neither_reads_nor_moves_what_the_process_has():
 @pytest.mark.parametrize("before", [(12,), (9, 3), (3, 3, 3, 3)])
 @pytest.mark.parametrize("done", range(5))
 def test_an_epoch_is_resumed_on_another_number_of_ranks(before, after, done):
-    """What comes after so many batches is what would have come; after the last one it is the next epoch."""
+    """The rest of the epoch is the same as without the resume; after the last batch the next epoch begins."""
     (alone,) = samplers((12,), seed=5)
     epochs = []
     for epoch in (2, 3):
@@ -248,7 +248,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "named"), REFUSED, ids=[" ".join(named) for _, named in REFUSED])
 def test_what_cannot_be_meant_is_refused(call, named):
-    """In one line that names what was passed and what to do."""
+    """One line names the argument and a remedy."""
     with pytest.raises(InvalidArgument) as caught:
         call()
     message = str(caught.value)

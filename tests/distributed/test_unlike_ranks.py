@@ -1,4 +1,4 @@
-"""Ranks that are not alike: one is slower and has less memory, or shares its own with a tenant."""
+"""Ranks that are not alike: one is slower and has less memory, or shares its memory with a tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel does by itself beside the Runner, and what of it the Runner does in its place."""
+"""DistributedDataParallel beside the Runner, and the Runner in its place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def halve(batch):
 
 
 class TwoHeads(nn.Module):
-    """Of which a step of the wrapper's own uses one."""
+    """A step of the wrapper's own uses one of them."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ def train_by_hand():
 
 
 def fail_after_a_forward_pass():
-    """What a step raises that fails on one rank, after the wrapper was called and no backward pass followed."""
+    """The error of a step that fails on one rank, after a call of the wrapper without a backward pass."""
     torch.manual_seed(0)
     model = DistributedDataParallel(TwoHeads())
 

@@ -181,7 +181,7 @@ def test_any_other_error_comes_out_unchanged_and_restores_everything(error):
 
 
 def test_a_weight_that_does_not_add_up_is_an_error():
-    """``weigh`` must count: a mean of something changes when the batch is divided anew."""
+    """``weigh`` must count: a mean of something changes when the batch is divided in another way."""
     model, batch = Plain(), make_batch(8, torch.float64)
     with oom_at(12), pytest.raises(InvalidArgument, match="not additive"):
         retrying(Workload(model, mean_step, lambda b: 5.0), CpuDevice(), halve).run([describe(batch)], 8)
@@ -189,7 +189,7 @@ def test_a_weight_that_does_not_add_up_is_an_error():
 
 
 def test_aux_comes_back_once_a_committed_micro_batch_detached():
-    """What stands beside the loss is kept only of micro-batches that count, without its graph."""
+    """The values beside the loss come without a graph, and only from micro-batches that count."""
     model, batch = Plain(), make_batch(8, torch.float64)
 
     def step(model, part):
@@ -254,7 +254,7 @@ def test_a_batch_that_wants_gradients_collects_none():
     "cut", [lambda x: x, lambda x: x[:], lambda x: x.view(-1, 3, 2)], ids=["whole", "part", "view"]
 )
 def test_a_batch_that_carries_a_graph_is_refused(cut):
-    """Micro-batches are cut off from it, so whatever made it would get no gradient, in silence."""
+    """Micro-batches are cut off from it, so whatever made it would get no gradient."""
     encoder, (inputs, labels) = nn.Linear(6, 6).double(), make_batch(8, torch.float64)
     batch = {"more": [{"inputs": cut(encoder(inputs))}], "labels": labels}
     model, before = Plain(), torch.get_rng_state()

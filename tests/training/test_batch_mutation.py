@@ -126,7 +126,7 @@ def test_memory_that_runs_out_after_a_write_is_no_retry_on_it():
 
 
 def test_memory_that_ends_after_a_write_that_stays_is_no_retry():
-    """What was written and not copied must not be trained on."""
+    """The Runner must not train on samples that were written into and not copied."""
     batch, calls = make_batch(8), []
 
     def step(model, part):
@@ -179,7 +179,7 @@ def test_numpy_arrays_are_watched_the_same_way(asked, write):
 
 @pytest.mark.parametrize("asked", ["fit", "verify", "runner"])
 def test_arrays_that_are_only_read_are_left_alone(asked):
-    """Read-only ones, and ones of objects, are no reason to fail."""
+    """Read-only arrays and arrays of objects raise nothing."""
     batch = make_arrays()
     batch["inputs"].flags.writeable = False
     batch["objects"] = np.array([{"row": row} for row in range(8)], dtype=object)

@@ -1,4 +1,4 @@
-"""Which steps on a CPU run inside the budget, and what happens where one takes more than others of its size."""
+"""Steps on a CPU that run inside the budget, and steps that take more than others of their size."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_peak_is_each_steps_own():
 
 
 def test_data_dependent_growth_is_met_in_its_own_step(caplog):
-    """The budget is never passed: the step is retried with less, which is said."""
+    """The budget is never passed: the step is retried with less, and the log says so."""
     run = Run()
     for _ in range(3):
         run.run()

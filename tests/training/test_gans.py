@@ -1,4 +1,4 @@
-"""GANs: two Runners that share a model end on the weights of a loop by hand, and memory may end in either."""
+"""GANs: two Runners that share a model end on the weights of a loop by hand, also where either runs out of memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Training:
         ]
 
     def run(self, number, *, freezes=False):
-        """One step of each; how often memory ended."""
+        """One step of each; the number of retries."""
         critic, generator = self.runners
         retries = critic.step(make_batch(number)).retries
         self.gan.critic.requires_grad_(not freezes)

@@ -48,7 +48,7 @@ def test_it_gets_the_divided_loss_of_each_micro_batch():
 
 @pytest.mark.parametrize("samples", [4, 8])
 def test_a_hook_that_the_step_registers_on_its_loss_is_part_of_the_loss(samples):
-    """In one micro-batch or two: a step that scales its own gradient is no function that divides the loss."""
+    """A step that scales its own gradient does not count as a function that divides the loss."""
     found = []
     for backward in (None, run_backward):
         torch.manual_seed(3)
@@ -206,7 +206,7 @@ def add_by_hand(model, *, in_place):
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("position", [*range(2, 80, 8), 10**6])
 def test_one_that_adds_to_grad_itself_is_exact(position, in_place):
-    """As the refusal of one that adds to nothing asks, also where memory ends."""
+    """As the refusal of one that adds to nothing asks, also where the step runs out of memory."""
     torch.manual_seed(3)
     model, batch = Plain(), make_batch(16, torch.float64)
     backward = add_by_hand(model, in_place=in_place)

@@ -68,7 +68,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_groups_may_come_in_any_form(form):
-    """What a sampler yields, an array's rows, a generator."""
+    """A sampler's lists, an array's rows, a generator."""
     _, runner = make_runner(FORMS[form])
     assert runner.accumulate(make_batch(4, torch.float64)).samples == ((3, 0), (1, 2))
 

@@ -126,7 +126,7 @@ def test_the_optimizers_step_has_none_of_the_step_before_beside_it():
 
 
 def test_an_activation_of_the_step_before_is_put_back():
-    """Where the step cannot be done, the model holds what it held; and after a retry the last micro-batch's."""
+    """After a step that cannot be done the model holds the same; after a retry it holds the last micro-batch's."""
     model = Holds(HOLD["attribute"])
     _, runner = make_runner(model, 12 * MIB)
     runner.step(make_batch())

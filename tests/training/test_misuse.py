@@ -64,7 +64,7 @@ class Training:
         )
 
     def warnings(self, kind):
-        """Of one kind; each is logged at WARNING and in one line."""
+        """Warnings of one kind; each is logged at WARNING and in one line."""
         found = [event for event in self.events if isinstance(event, kind)]
         assert all(event.level == logging.WARNING and "\n" not in str(event) for event in found)
         return found
@@ -271,7 +271,7 @@ def saved(part):
 
 
 def load_later_states(training, plan):
-    """Of a run that is one and more steps ahead."""
+    """States of a run that is one and more steps ahead."""
     ahead = Training(plan, scheduler=SCHEDULERS["StepLR"], scaler=torch.amp.GradScaler("cpu"))
     for _ in range(4):
         ahead.runner.step(batch_of(8))

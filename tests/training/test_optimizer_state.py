@@ -85,7 +85,7 @@ def test_memory_that_ends_over_it_leaves_no_half_made_entry():
 
 
 def test_somebody_elses_optimizer_is_left_alone():
-    """What is known of torch's own is not known of others, also where they inherit."""
+    """Nothing is assumed about classes of others, also where they inherit from torch's."""
 
     class Mine(torch.optim.Adam):
         pass

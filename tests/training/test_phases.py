@@ -1,4 +1,4 @@
-"""Where in a trial memory ended: found from what happened, said in the refusal, with what would help there."""
+"""The refusal names the phase of the trial that ran out of memory, and the remedies for that phase."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Busy(nn.Module):
 
 
 def test_a_pass_that_does_not_fit_is_named():
-    """Where the activations of one sample are too many, checkpointing and smaller inputs help."""
+    """Checkpointing and smaller inputs help against too many activations of one sample."""
     with pytest.raises(DoesNotFit) as caught:
         autobatch.fit(Busy(), 8, batch=torch.randn(2, 8), budget="400KiB")
     text = str(caught.value)
@@ -101,7 +101,7 @@ def test_a_pass_that_does_not_fit_is_named():
 
 
 def test_a_model_that_does_not_fit_by_itself_is_named():
-    """What is there before the first sample is more than the limit."""
+    """The model alone takes more than the limit."""
     text = refuse(0.5, lambda p: torch.optim.SGD(p, lr=0.1))
     assert text.startswith("a micro-batch of 1 sample does not fit on CPU, as the model by itself does not")
     assert "parameters in bfloat16" in text

@@ -325,7 +325,7 @@ class Dropping(nn.Module):
 
 
 class Training:
-    """What a program makes, in the first run and in one that is resumed."""
+    """The objects of a program, in the first run and in one that is resumed."""
 
     def __init__(self, make_loader):
         torch.manual_seed(5)
@@ -351,7 +351,7 @@ class Training:
         return copy.deepcopy({**kept, "runner": runner, "random": torch.get_rng_state()})
 
     def load(self, state):
-        """A copy: training goes on in what is loaded."""
+        """A copy: training continues in the loaded tensors."""
         state = copy.deepcopy(state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -1,4 +1,4 @@
-"""``Runner``: one exact optimizer step after another, also when memory ends."""
+"""``Runner``: one exact optimizer step after another, also when the device runs out of memory."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ def test_a_gradient_that_was_in_an_update_is_in_no_other(where, scaled):
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
 @pytest.mark.parametrize("where", ["optimizer", "scheduler"])
 def test_an_interrupt_in_the_update_says_that_it_had_begun(where):
-    """Whoever catches it and goes on has to know that parameters may have moved."""
+    """A program that catches it and continues has to know that parameters may have moved."""
     model, optimizer, runner = make_runner(8, 4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     runner = autobatch.Runner(runner.plan, model, mean_step, optimizer, scheduler=scheduler)
@@ -658,7 +658,7 @@ def test_an_update_inside_the_backward_pass_is_refused():
 
 
 def test_a_plan_made_with_weigh_needs_it_in_training():
-    """Forgetting it would weigh by samples in silence."""
+    """A Runner without it would weigh by samples."""
     model = Plain(torch.float32)
     plan = autobatch.fit(model, 8, batch=make_batch(8), step=mean_step, weigh=lambda b: len(b[0]))
     with pytest.raises(InvalidArgument, match="pass the same weigh= to both"):

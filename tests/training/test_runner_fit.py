@@ -82,7 +82,7 @@ def test_a_subclass_makes_its_own():
 
 
 def test_errors_are_those_of_the_two():
-    """Of ``fit`` before any Runner is made, of ``Runner`` after."""
+    """``fit`` raises its own before any Runner is made, ``Runner`` raises its own after."""
     model, optimizer = make_training()
     with pytest.raises(NeedsBatch):
         autobatch.Runner.fit(nn.Conv2d(3, 4, 3), 16, step=mean_step)

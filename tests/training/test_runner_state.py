@@ -268,7 +268,7 @@ class SummedTraining:
 
 
 def test_a_stated_count_in_float16_rounds_as_in_the_undisturbed_run():
-    """What losses are divided by is chosen by the step before, which the state has."""
+    """The step before chooses the divisor of the losses, and the state has it."""
     whole, begun, resumed = SummedTraining().run(range(6)), SummedTraining().run(range(3)), SummedTraining()
     resumed.model.load_state_dict(begun.model.state_dict())
     resumed.runner.load_state_dict(json.loads(json.dumps(begun.runner.state_dict())))

@@ -1,4 +1,4 @@
-"""Batches divided by length: the same gradient, nothing untried, and all or nothing wherever memory ends."""
+"""Batches divided by length: the same gradient, nothing untried, and all or nothing where a step runs out of memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_no_micro_batch_is_more_than_was_tried():
 
 
 def test_several_batches_are_counted_on():
-    """Rows of the second one follow those of the first; each is sorted by itself."""
+    """Rows of the second one follow those of the first; each is sorted alone."""
     runner, model = make_runner()
     halves = [make_texts(LENGTHS[:6]), make_texts(LENGTHS[6:], seed=1)]
     torch.manual_seed(3)
@@ -158,7 +158,7 @@ class Resumable:
         }
 
     def run(self, steps, short_at):
-        """What runs together in these steps; memory ends in some."""
+        """The rows that run together in these steps, of which some run out of memory."""
         rows = []
         for number in steps:
             with oom_at(short_at.get(number, 10**9)):
@@ -218,7 +218,7 @@ FEW = (24, 3, 12, 24, 6)
 
 
 def outcome_at(position):
-    """What comes of memory that ends at one operation: the name of the outcome; wrong ones fail here."""
+    """The outcome of an OOM at one operation; a wrong result fails here."""
     batch = make_texts(FEW)
     runner, model = make_runner(model=Reader(dropout=0.2))
     reference = copy.deepcopy(model)
@@ -337,7 +337,7 @@ def test_a_later_batch_padded_on_the_other_side_is_refused(name, weigh):
 
 
 def test_what_counts_behind_what_does_not_is_not_trimmed_off():
-    """Where the padding's number occurs inside a text, counting the others gives a text that is too short."""
+    """A count of the other numbers is too small if the padding's number occurs inside a text."""
     runner, _ = make_runner(cut=by_length(lambda batch: (batch["tokens"] != 0).sum(1)))
     batch = make_texts([24, 24, 6])
     runner.step(batch)
@@ -347,7 +347,7 @@ def test_what_counts_behind_what_does_not_is_not_trimmed_off():
 
 
 def test_a_batch_of_which_nothing_is_trimmed_may_be_padded_on_either_side():
-    """Until memory ends and its texts are to run apart: then it is refused, and everything is as before."""
+    """An OOM makes its texts run apart: then the step is refused and undone."""
     short = []
 
     def step(model, batch):

@@ -1,4 +1,4 @@
-"""3,000 steps with neighbours and OOMs: how many are at full size, how often memory ends, how often the size changes.
+"""3,000 steps with neighbours and OOMs: steps at full size, steps out of memory, changes of the size.
 
 The bars hold for any placement of neighbours that the reading sees, and for OOMs that it does not explain at random
 places: their number is fixed, so that what is drawn is only where. Over 100 drawings the share of full steps was, for
@@ -50,7 +50,7 @@ class Tally:
 
     @property
     def share(self):
-        """Of steps that ran at the plan's size from beginning to end."""
+        """Share of steps that ran at the plan's size from beginning to end."""
         return self.full / STEPS
 
     @property
@@ -181,7 +181,7 @@ class Unsteady(FakeDevice):
         """Fail as said, else as the formula says."""
         if self.step >= 0 and ((self.left and self.done >= self.piece) or (self.most and samples > self.most)):
             self.left -= self.left > 0
-            raise torch.OutOfMemoryError("memory ended, whatever the reading says")
+            raise torch.OutOfMemoryError("out of memory, whatever the reading says")
         with super().micro_batch(samples):
             yield
         self.done += 1

@@ -203,7 +203,7 @@ def test_memory_for_two_samples_is_too_little_for_an_odd_batch():
 
 
 def run_until_short(runner, batch, later):
-    """As many steps as it takes until memory has ended."""
+    """As many steps as it takes until one runs out of memory."""
     for _ in range(later + 1):
         runner.step(batch)
 
@@ -248,7 +248,7 @@ def test_a_plan_without_trials_finds_out_and_leaves_no_damage(model, target, siz
 
 
 def test_ragged_batches_of_a_loader_have_no_piece_of_one():
-    """Joined in ``step_over`` or by itself, and ``weigh`` counts the same."""
+    """Joined in ``step_over`` or alone, and ``weigh`` counts the same."""
     model = REFUSING["BatchNorm1d"]()
     plan = fit(model, 8, max_micro_batch=3)
     runner = make_runner(model, plan, weigh=lambda batch: 2.0 * len(batch))

@@ -41,7 +41,7 @@ class Traced(torch.autograd.Function):
 
 
 class Mark:
-    """What a weak reference is made to."""
+    """The target of a weak reference."""
 
 
 def trace_graph(model, batch, marks):
@@ -87,7 +87,7 @@ def test_nothing_of_a_micro_batch_lives_while_the_next_one_runs(trace):
 
 @pytest.mark.parametrize("trace", TRACES)
 def test_nothing_of_a_failed_micro_batch_lives_when_the_next_size_is_chosen(trace):
-    """What it held would count against the next one."""
+    """Its tensors would count against the next one."""
     marks, alive = [], []
 
     def step(model, batch):

@@ -78,7 +78,7 @@ def make(change: str, optimizer: str, budget: str) -> tuple[Staged, Any, autobat
 def test_an_update_that_does_not_fit_is_refused_before_it_begins(
     change: str, optimizer: str, is_bound_later: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No weight has moved and no state was made; the log says once what has grown. Frozen again, training goes on."""
+    """No weight has moved and no state was made; the log says once what has grown. Frozen again, the model trains."""
     model, held, plan = make(change, optimizer, FEW[optimizer])
     runner = None if is_bound_later else autobatch.Runner(plan, model, cross_entropy, held)
     if runner is not None:

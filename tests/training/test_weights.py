@@ -1,4 +1,4 @@
-"""What losses are divided by: every case of a wrong weight that others get wrong, against float64."""
+"""The divisors of losses: every case that others weigh wrongly, against float64."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def few_labels(rows: tuple[int, ...]):
 @pytest.mark.parametrize("rows", [(0, 1), (0, 7), (3,), (2, 3, 4, 5, 6)])
 @pytest.mark.parametrize("weigh", [count, lambda b: {"ce": count(b)}], ids=["one count", "counts by name"])
 def test_a_term_of_the_step_counts_once_also_when_a_retry_leaves_parts_out(weigh, rows):
-    """Divided anew, some parts hold no label and are not run: the others' shares of a ``PerStep`` still make 1."""
+    """In smaller micro-batches some hold no label and are not run: the others' shares of a ``PerStep`` still make 1."""
 
     def step(model, part):
         return {"ce": ce(model, part), "l2": PerStep(penalise(model))}
@@ -305,7 +305,7 @@ def test_memory_that_ends_while_counting(error, times, divided_anew):
     "wrap", [lambda loss, n: loss, lambda loss, n: {"a": loss, "b": PerStep(loss * 0)}], ids=["one", "two"]
 )
 def test_a_narrow_loss_is_weighed_without_rounding(dtype, weigh, wrap):
-    """A third is no bfloat16: neither the loss nor each gradient is off by what it is rounded to."""
+    """bfloat16 has no third: neither the loss nor each gradient is off by what it is rounded to."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
 

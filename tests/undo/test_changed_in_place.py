@@ -68,13 +68,13 @@ def give_inference_data(model):
 
 
 def narrow(model):
-    """What ``model.bfloat16()`` does, and the gradients are summed in float32 from now on."""
+    """Do the same as ``model.bfloat16()``; the gradients are summed in float32 from now on."""
     for tensor in (*model.layer.parameters(), model.mean, model.other):
         tensor.data = tensor.data.bfloat16()
 
 
 def materialize(model):
-    """What a lazy module's first forward pass does."""
+    """Do the same as a lazy module's first forward pass."""
     model.raw.materialize((4,))
     model.raw.zero_()
 

@@ -1,4 +1,4 @@
-"""What a ``_foreach_`` operator writes is seen as any other write, also while operators are counted or recorded."""
+"""Writes of ``_foreach_`` operators are seen as any others, also while operators are counted or recorded."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def make_batch():
 
 
 def full_gradient(model, removes):
-    """Of the whole batch, by another model with the same weights."""
+    """Gradient of the whole batch, from another model with the same weights."""
     reference = Hooked(removes)
     reference.load_state_dict(model.state_dict())
     mse_loss(reference(make_batch()[0]), make_batch()[1]).backward()

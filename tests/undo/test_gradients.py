@@ -1,4 +1,4 @@
-"""What stands in ``.grad``: seen when it changes, set aside, put back and added."""
+"""Gradients in ``.grad``: changes are seen; they are set aside, put back and added."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_stamp_sees_no_change_where_there_is_none(action):
 
 
 def test_earlier_gradients_are_added_and_stay_as_they_were_until_settled():
-    """The sum can be undone; settled, it stands in the earlier tensor, as after ``backward``."""
+    """The sum can be undone; settled, it is in the earlier tensor, as after ``backward``."""
     parameters = make_parameters()
     gradient = parameters[0].grad
     earlier = EarlierGradients(parameters)

@@ -66,7 +66,7 @@ class MovesLate(nn.Module):
 
 
 def test_a_write_that_was_never_seen_before_is_an_error_and_never_a_wrong_result():
-    """The third step, not recorded, is the first to write, and memory ends in its last micro-batch."""
+    """The third step, not recorded, is the first to write, and its last micro-batch runs out of memory."""
     model = MovesLate(way="in place", since=4)
     runner, _ = make_runner(model)
     for _ in range(2):

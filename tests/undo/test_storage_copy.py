@@ -82,7 +82,7 @@ def test_the_tensor_stays_the_same_memory():
 
 
 def test_a_resized_storage_gets_its_size_back():
-    """What was resized, or freed as sharded training does, is as large as before and holds the old bytes."""
+    """A storage that was resized, or freed as sharded training does, gets its size and its bytes back."""
     tensor, freed = torch.arange(10.0), torch.arange(5.0)
     with closing(HostCopies([tensor, freed], host_bytes=IN_MEMORY)) as copies:
         tensor.resize_(1000).zero_()

@@ -1,4 +1,4 @@
-"""Whatever a training step does to a model and its optimizer, afterwards there is no trace of it."""
+"""A training step leaves no trace in a model and its optimizer, whatever it does to them."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_each_thing_a_step_can_do_is_undone(action, has_gradients):
 
 
 def test_hooks_and_attributes_of_tensors_are_undone():
-    """What hangs on a parameter itself: hooks of both kinds, a gradient in wider precision."""
+    """Things attached to a parameter: hooks of both kinds, a gradient in wider precision."""
     model, calls = nn.Linear(3, 3), []
     model.weight.register_hook(lambda gradient: calls.append("mine"))
     model.weight.note = "mine"

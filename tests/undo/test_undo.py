@@ -1,4 +1,4 @@
-"""What a failed attempt may have changed besides gradients: buffers and generators, back by value."""
+"""Buffers and generators that a failed attempt has changed come back by value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_forward_pass_is_undone():
 
 
 def test_buffers_keep_their_identity():
-    """One that was replaced is put back as the object it was, with its old value; what was None is None."""
+    """A replaced buffer is put back as the same object with its old value; None stays None."""
     model = nn.Module()
     model.register_buffer("state", torch.zeros(3))
     model.register_buffer("mask", None)

@@ -186,7 +186,7 @@ def test_a_trained_one_is_put_back_or_refused_by_name(kind: type, call: str) -> 
 @pytest.mark.predicts
 @pytest.mark.parametrize("place", ["parameter", "buffer"])
 def test_a_frozen_one_is_predicted_as_a_plain_tensor_of_its_shape(place: str) -> None:
-    """Of another class's memory a trace knows nothing; one that flattens is named."""
+    """A trace knows nothing of another class's memory; one that flattens is named."""
     options = {"batch": BATCH, "step": square, "gpu": "L4", "target_batch": 12}
     found, plain = (autobatch.predict(Lora(w, place), **options) for w in (scaled(Scaled), torch.zeros(6, 5)))
     assert found.plan.peak_bytes == plain.plan.peak_bytes
