@@ -354,7 +354,7 @@ class Training:
 
 
 class Roomy(FakeDevice):
-    """Room for everything: memory ends where it is planned to, and the CPU's own counting stays out."""
+    """Room for everything: only planned operations run out of memory, and the CPU counts nothing."""
 
     def __init__(self) -> None:
         super().__init__(lambda n: 10 + n, total_bytes=1000)
@@ -444,14 +444,14 @@ def places_of(case: Case, kind: type[Training] = Training, **options: Any) -> li
 
 @dataclass
 class Tally:
-    """What came of the faults of one case.
+    """The outcomes of the faults of one case.
 
     Attributes:
         places: How many faults there were in each part of the step.
         outcomes: "committed": without a retry; "restarted": committed after the step began again;
             "undone": ``DoesNotFit``, everything as before; "raised": the error itself came out, everything as before;
             "reported": ``CannotRetry``; "wrong".
-        wrong: What was wrong, for the first few.
+        wrong: The first few wrong outcomes.
     """
 
     places: Counter[str] = field(default_factory=Counter)

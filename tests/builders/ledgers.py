@@ -90,7 +90,7 @@ def resized(step, old=4, new=8, reason="grown back"):
 
 
 def start_process(program, *arguments, **environment):
-    """A Python that imports no torch by itself; its output is text that can be read line by line."""
+    """A Python that does not import torch; its output is text that can be read line by line."""
     variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'builders'}", **environment}
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)],

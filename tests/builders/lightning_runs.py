@@ -32,7 +32,7 @@ def small_device(total_bytes: int = SEVEN_FIT) -> FakeDevice:
 
 @cache
 def load(package: str | None = None) -> Any:
-    """One of the packages; its warnings about loaders without workers and missing loggers are no errors here."""
+    """One of the packages; tests ignore its warnings about loaders without workers and missing loggers."""
     for name in NAMES:
         logging.getLogger(name).setLevel(logging.ERROR)
     return importlib.import_module(package or NAMES[1])
@@ -111,7 +111,7 @@ def module_of(package: Any, made: Made = Made()) -> Any:  # noqa: B008 - frozen 
 
 @dataclass
 class Trained:
-    """What a training leaves behind.
+    """The results of a training.
 
     Attributes:
         module: Trained.

@@ -1,4 +1,4 @@
-"""Small trainings whose forward pass changes something that is not where torch expects it.
+"""Small trainings whose forward pass changes state in unusual places.
 
 Each model takes ``inputs [samples, 6]`` and gives ``[samples, 4]``. Not covered: buffers that are registered in the
 constructor, dropout and generators of the process, which ``workloads.Everything`` has.

@@ -10,7 +10,7 @@ MIB = 2**20
 class PlainAllocator:
     """The rules written down once more with nothing but intervals of bytes, as slowly as they read.
 
-    What is free is what is mapped and not live. Fixed segments lie apart; the pages of a range lie side by side.
+    Mapped bytes that are not live are free. Fixed segments lie apart; the pages of a range lie side by side.
     """
 
     def __init__(self, capacity, expandable):

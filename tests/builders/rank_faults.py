@@ -103,7 +103,7 @@ class ShardedTraining(RankTraining):
 def prove_on_ranks(
     name: str, stride: int = 0, *, count: int = 1, every: int = 1, sharded: bool = False, earlier_steps: int = 0
 ) -> tuple[Counter[str], list[str]]:
-    """What came of an error out of memory at operations on each rank, and what was wrong.
+    """The outcomes of an error out of memory at operations on each rank, and the wrong ones.
 
     A position at which a rank did not answer within the group's timeout counts as hung, and is the last of its case.
     """

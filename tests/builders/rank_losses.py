@@ -9,7 +9,7 @@ import autobatch
 
 
 def count_some(batch):
-    """What the weighted mean is over; 0 for a label of 3."""
+    """The count of the weighted mean; 0 for a label of 3."""
     return (batch[1] != 3).sum()
 
 
@@ -19,7 +19,7 @@ def mean_of_some(model, batch):
 
 
 def weigh_classes(batch):
-    """The sum of class weights, which is no whole number."""
+    """The sum of class weights, a fraction."""
     return CLASS_WEIGHTS.double()[batch[1]].sum()
 
 

@@ -42,7 +42,7 @@ def make_card(**changes):
 
 
 def make_summary(number=0, **changes):
-    """What a run sends every 30 seconds."""
+    """The message that a run sends every 30 seconds."""
     fields = {"number": number, "at": time.time(), "steps": 10 * (number + 1), "samples": 2560 * (number + 1)}
     fields |= {"seconds": 30.0, "micro_batch_size": 43, "peak_bytes": 17 * GIB, "held_bytes": 18 * GIB}
     return fields | {"cards": [make_card()], **changes}

@@ -202,7 +202,7 @@ class Recurrent(nn.Module):
 
 
 class Path(nn.Module):
-    """What surrounds a small model with a change of its input or output."""
+    """A small model with a change of its input or output around it."""
 
     def __init__(self, change) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def cast_by_hand(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def at_its_optimum() -> nn.Module:
-    """Where the gradient of the whole is nothing, and that of its parts is not."""
+    """A point at which the gradient of the whole is 0, and that of its parts is not."""
     inputs, labels = make_batch(16, torch.float64)
     solution = torch.linalg.lstsq(torch.cat([inputs, torch.ones(16, 1)], 1), labels.double().unsqueeze(1)).solution
     model = nn.Linear(6, 1)

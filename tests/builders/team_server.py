@@ -18,7 +18,7 @@ TOKEN = "abt_" + "a" * 40
 
 
 class TeamServer:
-    """What it has stored, by id, and what it was asked, in order."""
+    """Its records by id, and the requests in order."""
 
     def __init__(self) -> None:
         self.plans: dict[str, PlanIn] = {}

@@ -1,7 +1,7 @@
 """Trains Trainers on two ranks with autobatch; started by torchrun with a folder for the results.
 
-A script. First each of some Trainers: each rank has memory for another number of samples, and on the second memory ends
-in two of the steps. Then on batches of several tasks: each rank has a batch of nine points, which may be of different
+A script. First each of some Trainers: each rank has memory for another number of samples, and the second runs out of
+memory in two of the steps. Then on batches of several tasks: each rank has a batch of nine points, which may be of different
 tasks.
 """
 
@@ -43,7 +43,7 @@ KINDS = {
 
 
 class _WholeBatches(Trainer):
-    """Steps whose loss is the mean of what two ranks would have, or their sum where they add up."""
+    """Steps whose loss is the mean of two ranks' losses, or their sum if they add up."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -262,7 +262,7 @@ def trainer_of(
 def apart(one: Any, other: Any) -> float:
     """The largest difference of weights, relative to the largest weight of its tensor.
 
-    A bias of attention's keys has no gradient, so that it holds nothing but rounding: less than 1e-6 is no scale.
+    A bias of attention's keys has no gradient, so that it holds nothing but rounding.
     """
     pairs = zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True)
     return max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-6)) for a, b in pairs if a.is_floating_point())
@@ -294,7 +294,7 @@ def count_shifted(inputs):
 
 
 def mean_loss(outputs, labels, num_items_in_batch=None):
-    """What many write: a mean over the labels that are there."""
+    """A common loss: a mean over the labels that are there."""
     return cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
@@ -346,5 +346,5 @@ class Interrupted:
 
 
 def saved_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's ``trainer_state.json`` holds."""
+    """The content of a checkpoint's ``trainer_state.json``."""
     return json.loads((folder / "trainer_state.json").read_text("utf-8"))
