@@ -1,8 +1,8 @@
 """Trains Trainers on two ranks with autobatch; started by torchrun with a folder for the results.
 
 A script. First each of some Trainers: each rank has memory for another number of samples, and the second runs out of
-memory in two of the steps. Then on batches of several tasks: each rank has a batch of nine points, which may be of different
-tasks.
+memory in two of the steps. Then on batches of several tasks: each rank has a batch of nine points, which may be of
+different tasks.
 """
 
 from __future__ import annotations
