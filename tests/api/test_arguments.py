@@ -1,7 +1,5 @@
 """Wrong arguments of public calls: each gives one line of our own error, and none is accepted."""
 
-from __future__ import annotations
-
 import collections
 import json
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The benchmarks in a tiny configuration: they measure what they say, and the page shows it."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Each error is one line with the user's own input and a remedy. Only public doors are used."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The planted bugs fit the package: what each replaces is there. ``make bugs`` checks that tests find them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tools for users' own tests: a fake device, planned out-of-memory errors, a tenant."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

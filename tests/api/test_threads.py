@@ -1,7 +1,5 @@
 """Two threads run any two of fit, verify, predict, map and step: the process's own state is restored."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

@@ -1,7 +1,5 @@
 """``distributed.channel``: every rank gets all messages, and a rank that is gone is named."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A step that fails on one rank ends alike on every rank: undone, and without a hang."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

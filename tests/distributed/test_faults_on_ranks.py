@@ -1,7 +1,5 @@
 """The proof on several ranks: one of them may run out of memory at any operation, and the result is never wrong."""
 
-from __future__ import annotations
-
 import logging
 import time
 import warnings

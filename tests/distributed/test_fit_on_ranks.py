@@ -1,7 +1,5 @@
 """``fit`` on several ranks: each finds its own size, and all get the plan of one target."""
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 

@@ -1,7 +1,5 @@
 """``undo.interrupts``: Ctrl-C and other signals wait until the other ranks no longer do."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

@@ -1,7 +1,5 @@
 """Interrupts and errors between exchanges, and errors that are hard to report: no other rank waits for them."""
 
-from __future__ import annotations
-
 import signal
 import time
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Thousands of steps on two ranks while memory comes and goes: nothing hangs, grows or drifts apart."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """``map`` on several ranks: each runs pieces of its own, so a model whose forward passes communicate is refused."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

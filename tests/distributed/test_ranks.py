@@ -1,7 +1,5 @@
 """Finding the ranks, a rank's own time, and the comparison of values between ranks."""
 
-from __future__ import annotations
-
 import sys
 import time
 import types

@@ -1,7 +1,5 @@
 """``distributed.reduction``: sums through buckets that are smaller than what is summed."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

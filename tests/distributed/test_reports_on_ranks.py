@@ -1,7 +1,5 @@
 """Reports about all ranks: plans, steps, events and one run in the ledger, on real processes."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

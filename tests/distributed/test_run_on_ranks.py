@@ -1,7 +1,5 @@
 """``run`` on several ranks: each step is that of one process with the same samples, and no rank waits for another."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from itertools import chain

@@ -1,7 +1,5 @@
 """A step on several ranks is the step of one process with the whole target, in float64 to rounding."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """With sharded parameters ranks wait for each other inside a pass; one that fails there still hangs nobody."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """``fit`` with sharded parameters: all ranks try the same sizes, and a size is one that fits each."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps whose losses use only a part of what a sharded model returns, or more than the model: exact on each rank."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Passes of a sharded model that are not what they were before: they are run again, and no rank waits for another."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import cache
 from unittest import mock

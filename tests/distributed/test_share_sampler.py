@@ -1,7 +1,5 @@
 """Samples of ranks: joined by rank, they are the target batches of one process, in any epoch and after a resume."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Programs that torchrun starts and restarts: the same weights on any ranks and nodes, also after one is lost."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,7 +1,5 @@
 """Ranks that are not alike: one is slower and has less memory, or shares its memory with a tenant."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import nullcontext
 from functools import cache

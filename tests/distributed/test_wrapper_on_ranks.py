@@ -1,7 +1,5 @@
 """DistributedDataParallel beside the Runner, and the Runner in its place."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import suppress
 from functools import cache

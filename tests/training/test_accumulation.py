@@ -1,7 +1,5 @@
 """The gradient of a whole batch from micro-batches: exact, and all or nothing."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A step that writes into its batch is refused wherever it is run, and the batch is put back."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The proof: a step may run out of memory at any operation, and its result is never wrong."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

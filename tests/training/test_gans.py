@@ -1,7 +1,5 @@
 """GANs: two Runners that share a model end on the weights of a loop by hand, also where either runs out of memory."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """A backward function of the user's own: the gradient is that of ``loss.backward()``, or the step is refused."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

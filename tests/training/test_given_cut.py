@@ -1,7 +1,5 @@
 """``Runner(cut=)``: the user says which samples run together, and the step stays that of the whole batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import autobatch
-from autobatch.testing import oom_at
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -123,27 +122,3 @@ def test_the_optimizers_step_has_none_of_the_step_before_beside_it():
     runner.step(make_batch())
     assert not any(alive[0][:before])
     assert alive[0][-1]
-
-
-def test_an_activation_of_the_step_before_is_put_back():
-    """After a step that cannot be done the model holds the same; after a retry it holds the last micro-batch's."""
-    model = Holds(HOLD["attribute"])
-    _, runner = make_runner(model, 12 * MIB)
-    runner.step(make_batch())
-    held, value = model.held, model.held.detach().clone()
-
-    def fail(model, batch):
-        step(model, batch)
-        raise ValueError("planned")
-
-    runner._workload.__dict__["step"] = fail
-    with pytest.raises(ValueError, match="planned"):
-        runner.step(make_batch())
-    assert model.held is held
-    assert torch.equal(model.held, value)
-    runner._workload.__dict__["step"] = step
-    batch = make_batch()
-    with oom_at(20):
-        result = runner.step(batch)
-    assert result.retries == 1
-    assert len(model.held) == result.micro_batch_sizes[-1]

@@ -1,7 +1,5 @@
 """Warnings of what a loop around a Runner does otherwise than planned: sizes, and things that are stepped twice."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging
@@ -212,27 +210,6 @@ def test_a_scheduler_that_the_loop_steps_too_is_named_once(plan, name, times):
     assert name in str(event)
     assert "remove scheduler.step() from the loop" in str(event)
     assert event.step == 1
-
-
-def test_one_of_several_schedulers_is_named(plan):
-    """Not the others."""
-    training = Training(plan, optimizer=torch.optim.SGD)
-    second = lr_scheduler.ExponentialLR(training.optimizer, 0.9)
-    both = [lr_scheduler.StepLR(training.optimizer, 3), second]
-    watched = autobatch.Runner(
-        plan,
-        training.model,
-        mean_step,
-        training.optimizer,
-        scheduler=both,
-        device=make_device(),
-        hooks=[training.events.append],
-    )
-    watched.step(batch_of(8))
-    second.step()
-    watched.step(batch_of(8))
-    [event] = training.warnings(SteppedTwice)
-    assert event.names == ("ExponentialLR",)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop])

@@ -1,7 +1,5 @@
 """The refusal names the phase of the trial that ran out of memory, and the remedies for that phase."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sampling import sample

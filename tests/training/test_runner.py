@@ -1,7 +1,5 @@
 """``Runner``: one exact optimizer step after another, also when the device runs out of memory."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys
@@ -573,28 +571,6 @@ def test_a_runner_without_an_optimizer_accumulates_only():
     runner.accumulate(make_batch(8, torch.float64))
     with pytest.raises(InvalidArgument, match="use accumulate"):
         runner.step(make_batch(8, torch.float64))
-
-
-def test_without_a_step_the_models_own_loss_is_used():
-    """The same default as in ``fit``."""
-
-    class Output(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 1)
-
-        def forward(self, inputs, labels):
-            loss = F.mse_loss(self.layer(inputs)[:, 0], labels.float())
-            return {"loss": loss}
-
-    model = Output()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, labels = make_batch(12)
-    batch = {"inputs": inputs, "labels": labels}
-    plan = autobatch.fit(model, 12, batch=batch, optimizer=optimizer, max_micro_batch=5)
-    expected = full_batch_gradient(model, lambda m, b: m(**b)["loss"], batch)
-    autobatch.Runner(plan, model, None, optimizer).accumulate(batch)
-    assert relative_error(gradients_of(model), expected) <= 1e-6
 
 
 def test_clipping_with_a_scaler_is_of_what_the_scaler_divided():

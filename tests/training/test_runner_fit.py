@@ -1,7 +1,5 @@
 """``Runner.fit``: the plan and the steps of ``fit`` and ``Runner``, with nothing said twice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A Runner that is resumed from its state ends bit for bit where the undisturbed one ends."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """Batches divided by length: the same gradient, nothing untried, and all or nothing where a step runs out of memory."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache

@@ -1,7 +1,5 @@
 """Several optimizers and schedulers in one step: all or nothing for all of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from faults import cut_into

@@ -6,8 +6,6 @@ OOMs in 1 %, 3 % and 6 % of steps, 0.980, 0.940 and 0.880 with a standard deviat
 models 0.988, 0.950 and 0.855 with one of at most 0.027. Each bar lies more than nine of those below.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The fewest samples that a model can run: no plan, retry or ragged batch is cut into fewer."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

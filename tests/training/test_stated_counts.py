@@ -1,7 +1,5 @@
 """Counts that a step states have to add up: one that is kept from 0 makes the gradient too small."""
 
-from __future__ import annotations
-
 import logging
 import random
 

@@ -1,7 +1,5 @@
 """Nothing of a micro-batch lives longer than in a loop by hand, nor does a gradient outlive the step it belongs to."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """``step_over``: several batches are one step, and small ones fill micro-batches of the plan's size."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 

@@ -130,26 +130,3 @@ def test_a_larger_state_that_is_loaded_is_refused_before_the_update() -> None:
     with pytest.raises(autobatch.DoesNotFit):
         runner.step((INPUT, TARGET))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def lazy() -> nn.Module:
-    """Most of it has no shape until it has run."""
-    return nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.LazyLinear(2000), nn.ReLU(), nn.LazyLinear(3))
-
-
-@pytest.mark.parametrize("has_run", [False, True])
-def test_a_lazy_model_trains_as_much_as_in_the_trials(has_run: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Bound before it has run or after, it is trained with what the trials needed, and nothing is warned of."""
-    torch.manual_seed(0)
-    model = lazy()
-    held = torch.optim.Adam(model.parameters())
-    options = {"step": cross_entropy, "optimizer": held, "reuse": False, "check": None}
-    plan = autobatch.fit(model, 256, batch=(INPUT, TARGET), max_micro_batch=64, budget="16MiB", **options)
-    if has_run:
-        model(INPUT)
-    runner = autobatch.Runner(plan, model, cross_entropy, held)
-    with caplog.at_level(logging.WARNING, "autobatch"):
-        for _ in range(3):
-            assert len(runner.step((INPUT, TARGET)).micro_batch_sizes) == 4
-    assert plan.trained == sum(parameter.numel() for parameter in model.parameters())
-    assert not caplog.records

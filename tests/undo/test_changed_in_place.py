@@ -1,7 +1,5 @@
 """Between two steps tensors may change kind without a new object: the next step sees them as they are."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Writes of ``_foreach_`` operators are seen as any others, also while operators are counted or recorded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

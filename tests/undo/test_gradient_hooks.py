@@ -1,7 +1,5 @@
 """Gradient hooks that a step registers and removes are as in a run without a failure; other ones are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sampling import sample

@@ -1,7 +1,5 @@
 """Gradients in ``.grad``: changes are seen; they are set aside, put back and added."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

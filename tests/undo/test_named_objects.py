@@ -1,7 +1,5 @@
 """Objects that the user names in ``keep=`` are put back whatever their size, any number of times."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

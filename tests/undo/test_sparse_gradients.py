@@ -1,7 +1,5 @@
 """Sparse gradients: small during a step, and a trial's as large as a step's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

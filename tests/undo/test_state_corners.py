@@ -1,7 +1,5 @@
 """Corners of what a step may change: each is as it was after the step was undone, and as it should be after a retry."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

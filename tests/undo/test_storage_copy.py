@@ -1,7 +1,5 @@
 """Values kept aside: every dtype, layout and bit, in host memory or in a file that is gone afterwards."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from contextlib import closing

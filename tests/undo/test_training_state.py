@@ -1,7 +1,5 @@
 """A training step leaves no trace in a model and its optimizer, whatever it does to them."""
 
-from __future__ import annotations
-
 import gc
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """Buffers and generators that a failed attempt has changed come back by value."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
