@@ -277,7 +277,8 @@ def test_a_parameter_that_is_frozen_on_one_rank_only_is_refused():
 def test_a_loss_of_nan_that_only_the_model_has_seen_is_refused():
     """0 times nan is nan, and there is nothing else from which zeros could flow."""
     first, second = results_of("only a loss")
-    assert second[0].startswith("InvalidArgument: the model returns only its loss, which is nan or infinite in a ")
+    assert second[0].startswith("InvalidArgument: the model returns only its loss")
+    assert "nan or infinite" in second[0]
     assert first[0].startswith("RankFailed: accumulate 0 was undone on every rank, because it failed on ")
     assert not first[1]
     assert not second[1]
