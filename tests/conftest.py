@@ -62,7 +62,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say how to repeat the run."""
     seed = config.getoption("randomly_seed", default=None)
     if isinstance(seed, int):
         terminalreporter.write_line(f"the same order and examples again: make the same target with SEED={seed}")

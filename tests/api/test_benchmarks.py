@@ -1,17 +1,11 @@
 """The benchmarks in a tiny configuration: they measure what they say, and the page shows it."""
 
-from __future__ import annotations
-
 import importlib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import chain
-import lengths
-import machine
 import models
 import pytest
 import ranks
@@ -20,12 +14,11 @@ import runner
 import waiting
 
 from autobatch.prediction.predict import MARGIN, MARGIN_REASON
-from autobatch.prediction.text import FAMILIES_REASON
 
 
 @pytest.mark.parametrize("name", ["accuracy", "chain", "peaks", "peers", "recomputed", "results", "search"])
 def test_a_benchmark_can_be_imported(name):
-    """What it uses of the package is there, as far as names go."""
+    """The package has the names that it uses."""
     assert importlib.import_module(name).__doc__
 
 
@@ -70,35 +63,6 @@ def test_ranks_are_timed_together():
 
 
 @pytest.mark.slow
-def test_texts_are_timed_padded_and_sorted():
-    """Each batch has both times, fewer micro-batches and fewer tokens with lengths, and the goal is the ratio."""
-    pytest.importorskip("transformers")
-    table = lengths.measure(pairs=1, seeds=(0,), texts=8, longest=64, budget="6MiB")
-    [row] = table.rows
-    padded, sorted_ = map(int, row[4].split(" and "))
-    assert sorted_ <= padded
-    assert 1 <= float(row[6]) <= float(row[5])
-    assert [goal.wanted for goal in table.goals] == ["at most 0.25"]
-
-
-@pytest.mark.slow
-def test_a_chain_of_modules_is_timed_with_its_fit():
-    """Each depth is a row; the goals are for the chains of 642 and 2,562 modules, whose sizes these are."""
-    table = chain.measure(depths=[1], pairs=2)
-    assert [row[0] for row in table.rows] == ["7"]
-    assert not table.goals
-    assert [len([*chain.make_chain(depth).model.modules()]) for depth in (128, 512)] == [*chain.MOST_ADDED_MS]
-
-
-@pytest.mark.slow
-def test_the_loop_by_hand_and_the_runner_peak_alike():
-    """The runner keeps nothing beside what the loop keeps, on every kind of model."""
-    table = runner.measure_peaks(samples=8, width=4)
-    assert len(table.rows) == 4
-    assert all(float(row[-1]) < 1.05 for row in table.rows)
-
-
-@pytest.mark.slow
 def test_the_runner_runs_no_more_again_than_a_restart_by_hand_and_is_never_wrong():
     """On one model; running only the failed micro-batch again would take fewer samples."""
     training = models.make_trainings(recomputed.SAMPLES, width=4, depth=1, dtype=recomputed.torch.float64)[3]
@@ -133,15 +97,6 @@ def test_the_margins_reason_is_what_was_measured():
     assert MARGIN_REASON.startswith(f"at which {row[8].removesuffix('%')} % of {row[2]} published peaks were above")
 
 
-def test_what_is_said_of_the_worst_families_is_what_was_measured():
-    """How many they are, and how much of theirs was above the prediction with its margin."""
-    shares = [float(row[5].removesuffix("%")) for row in rows_of("By family") if row[0] != "all others"]
-    bad = [share for share in shares if share >= 20]
-    assert FAMILIES_REASON.startswith(f"in {len(bad)} of {len(shares)} families")
-    assert (round(min(bad)), round(max(bad))) == (27, 33)
-    assert "a quarter to a third of the peaks" in FAMILIES_REASON
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # three frameworks are imported, one of them in three processes
 def test_what_others_leave_behind_is_what_the_page_says():
@@ -160,17 +115,3 @@ def test_what_others_leave_behind_is_what_the_page_says():
     shown = [line for line in ran.stdout.splitlines() if line.startswith(("| ", "The Trainer", "64 samples"))]
     assert len(shown) == 2 + 2 + 2 + 3 + 2
     assert [line for line in shown if line not in RESULTS] == []
-
-
-NOT_COMPUTED = re.compile(r"(?<!simulated )(?<!a simulated )\b(NVIDIA )?(A100|H100|L4|T4)\b")
-
-
-def test_a_card_that_computed_nothing_is_called_simulated():
-    """In every line of the chapter that the stand-in card has made, its titles and tables included."""
-    page = Path(machine.__file__).with_name("RESULTS.md").read_text(encoding="utf-8")
-    chapter = page.partition("<!-- card -->")[2].partition("<!-- ")[0]
-    assert "which computes nothing" in chapter
-    for line in chapter.splitlines():
-        assert not NOT_COMPUTED.search(line), line
-        if line.startswith("#"):
-            assert "simulated" in line

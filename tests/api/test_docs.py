@@ -58,7 +58,6 @@ def read_page(page: str) -> str:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """Every block of the page, in order."""
     mark = r"(?:<!-- ((?:file|not run|differs|shown): .+?) -->\n)?"
     pattern = rf"^{mark}```(\w+)\n(.*?)^```$(?:\n\n{mark}```text\n(.*?)^```$)?"
     found = re.findall(pattern, read_page(page), flags=re.MULTILINE | re.DOTALL)
@@ -76,7 +75,7 @@ def normalise(text: str, mark: str = "") -> str:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Of a process that runs what a page shows."""
+    """Environment of a process that runs a page's code."""
     found = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     found |= {"MLFLOW_TRACKING_URI": (home / "mlruns").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
     found |= {"MLFLOW_DISABLE_TELEMETRY": "true", "COLUMNS": "80"}
@@ -114,7 +113,7 @@ def run_python(page: str, folder: Path) -> None:
 
 
 def run_console(page: str, folder: Path) -> None:
-    """Run the page's commands, all in one process, which is what imports torch; and compare what each prints."""
+    """Run the page's commands in one process, since each imports torch, and compare their output."""
     shown = []
     for block in blocks_of(page):
         if block.language == "console" and not block.mark.startswith("not run"):
@@ -134,7 +133,6 @@ def run_console(page: str, folder: Path) -> None:
 
 
 def has_code(page: str) -> bool:
-    """Whether there is anything to run."""
     return any(block.language in {"python", "console"} for block in blocks_of(page))
 
 
@@ -180,7 +178,7 @@ def test_each_page_can_be_reached(page: str) -> None:
 
 
 def shown_commands() -> Iterator[tuple[str, str]]:
-    """Every whole ``autobatch ...`` that stands on a page, in a block or between backticks."""
+    """Every whole ``autobatch ...`` on a page, in a block or between backticks."""
     for page in PAGES:
         text = read_page(page)
         for line in re.findall(r"^(?:\$ )?autobatch ([a-z].*)$", text, flags=re.MULTILINE):
@@ -296,7 +294,6 @@ def test_each_picture_is_self_contained_and_knows_the_dark() -> None:
 
 
 def texts_of(picture: str) -> str:
-    """What is written in a picture."""
     root = ET.parse(DOCS / picture).getroot()  # our own file
     return " ".join("".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text"))
 

@@ -41,8 +41,6 @@ class Mute(Exception):
 
 
 class OddNotes(Exception):
-    """Its notes are none of Python's."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.__notes__ = None
@@ -103,7 +101,6 @@ class Case:
         return autobatch.fit(self.model, 16, batch=BATCH, step=self.step, optimizer=self.optimizer, **options)
 
     def runner(self, **options):
-        """A Runner, bound while nothing fails."""
         error, self.error = self.error, None
         plan = self.fit()
         made = autobatch.Runner(plan, self.model, step=self.step, optimizer=self.optimizer, weigh=self.weigh, **options)
@@ -137,7 +134,7 @@ class Case:
         self.fit(cut=autobatch.by_length(self.length_of))
 
     def raised(self, entry: str, where: str, error: BaseException | type[BaseException]) -> BaseException:
-        """Return what the entry raises if this function raises that error, or a new one of that class each time."""
+        """Return the entry's error if this function raises that error, or a new one of that class each time."""
         self.error, self.where = error, where
         try:
             getattr(self, entry)()
@@ -167,7 +164,7 @@ ENTRIES = {
 @pytest.mark.parametrize("where", ["step", "backward", "optimizer", "weigh"])
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_error_of_the_users_says_which_function_raised_it_and_who_called_that(entry: str, where: str) -> None:
-    """The same object comes out, with one note: the function, its number of samples, and the call of ours."""
+    """The same object comes out, with one note: the function, its number of samples, and our call."""
     if where == "optimizer" and entry in {"run_accumulate", "run_verify"}:
         return  # which step no optimizer
     case = Case()
@@ -193,17 +190,6 @@ def test_an_error_of_a_function_that_divides_names_it(entry: str, where: str) ->
     assert f"your {where}(" in note
 
 
-@has_notes
-def test_without_a_step_the_note_names_the_model() -> None:
-    """Nobody wrote a step, so none is named."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 1))
-    with pytest.raises(RuntimeError) as caught:
-        autobatch.fit(model, 16, batch=BATCH, budget="64MiB", progress=False)
-    (note,) = notes_of(caught.value)
-    assert "your model" in note
-    assert "step(" not in note
-
-
 @pytest.mark.parametrize("kind", [Slotted, Frozen, Mute, OddNotes, StopIteration])
 @pytest.mark.parametrize("where", ["step", "backward", "optimizer", "weigh"])
 @pytest.mark.parametrize("entry", ["run_fit", "run_step", "run_verify"])
@@ -224,21 +210,6 @@ def test_an_interrupt_before_the_update_gets_no_note(entry: str) -> None:
         error = kind()
         assert Case().raised(entry, "step", error) is error
         assert not notes_of(error)
-
-
-@has_notes
-def test_an_error_that_is_raised_again_has_one_note_of_its_last_place() -> None:
-    """A step may raise the same object each time; the note is about the last one."""
-    case, error = Case(), Mine("mine")
-    case.raised("run_fit", "step", error)
-    case.raised("run_fit", "step", error)
-    assert len(notes_of(error)) == 1
-    case.raised("run_step", "step", error)
-    (note,) = notes_of(error)
-    assert "Runner" in note
-    error.add_note("the user's own")
-    case.raised("run_step", "backward", error)
-    assert sorted("backward" in note for note in notes_of(error)) == [False, True]
 
 
 def test_an_out_of_memory_error_that_is_retried_gets_no_note_and_is_let_go() -> None:

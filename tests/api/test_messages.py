@@ -1,6 +1,4 @@
-"""Each error is one line that names what the user passed and what helps. Only public doors are used."""
-
-from __future__ import annotations
+"""Each error is one line with the user's own input and a remedy. Only public doors are used."""
 
 import itertools
 from collections import deque
@@ -48,7 +46,6 @@ class SteplessSGD(torch.optim.SGD):
 
 
 def run_out_in_update():
-    """Memory ends inside the optimizer's step."""
     model = Plain(torch.float32)
     plan = autobatch.fit(model, 16, batch=make_batch(4), step=mean_step)
     autobatch.Runner(plan, model, mean_step, SteplessSGD(model.parameters())).step(make_batch(16))
@@ -63,7 +60,6 @@ def run_out_at_one():
 
 
 def save_and_load(text, tmp_path):
-    """Load a file with this text."""
     (tmp_path / "plan.json").write_text(text)
     autobatch.Plan.load(tmp_path / "plan.json")
 
@@ -99,7 +95,6 @@ def two_counts(model, batch):
 
 
 def count_by_turns():
-    """Every second micro-batch states no count."""
     calls = itertools.count()
 
     def step(model, batch):
@@ -110,13 +105,11 @@ def count_by_turns():
 
 
 def weigh_other_terms():
-    """Each call counts another term."""
     calls = itertools.count()
     return lambda batch: {f"term {next(calls)}": 1.0}
 
 
 def count_without_room(batch):
-    """Memory ends in the count itself."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
 
@@ -126,20 +119,18 @@ def step_through(head):
 
 
 def write_into_batch(model, batch):
-    """Normalise in place."""
     batch[0].mul_(2)
     return mean_step(model, batch)
 
 
 def call_backward(model, batch):
-    """Call backward, as in a loop of one's own."""
+    """Call backward, as in a loop by hand."""
     loss = mean_step(model, batch)
     loss.backward(retain_graph=True)
     return loss
 
 
 def write_gradients(model, batch):
-    """Set a gradient."""
     model.head.bias.grad = torch.zeros(4)
     return mean_step(model, batch)
 
@@ -187,7 +178,6 @@ def fit_texts(lengths=length_of, batch=None, **options):
 
 
 def run_texts(batch, **given):
-    """A step of a plan with lengths."""
     model, plan = fit_texts()
     options = {"weigh": count_tokens, "cut": autobatch.by_length(length_of), **given}
     autobatch.Runner(plan, model, read_step, None, **options).accumulate(batch)
@@ -285,6 +275,8 @@ INVALID = [
     (lambda: fit_with(hook=lambda p: p.register_hook(lambda _: None)), "runner.accumulate"),
     (lambda: hook_late(lambda p: p.register_post_accumulate_grad_hook(lambda _: None)), "torch.optim.AdamW"),
     (lambda: make_runner(scaler=object()), "torch.amp.GradScaler"),
+    (lambda: make_runner(keep=[object()]), "keep[0]", "state_dict()", "take()"),
+    (lambda: make_runner(keep=nn.Linear(2, 2)), "keep=Linear", "keep=[...]"),
     (lambda: make_runner(scheduler=object()), "step()"),
     (accumulate_while_accelerate_does, "accumulate()", "accelerator.accumulate()"),
     (lambda: make_runner().step_over(make_batch(16)[0]), "step_over()", "step()"),
@@ -408,7 +400,7 @@ def test_an_error_names_what_was_passed_and_what_to_do(row):
 
 
 def test_cannot_retry_says_that_parameters_may_have_moved():
-    """An OOM in the update: what happened, that it was not retried, and what to do."""
+    """An OOM in the update: the message says that it was not retried, and names a remedy."""
     with pytest.raises(errors.CannotRetry) as caught:
         run_out_in_update()
     for said in ("20.00 MiB", "parameters may have moved", "step 0", "checkpoint", "headroom="):
@@ -436,7 +428,7 @@ def test_many_ranks_are_refused_before_anything_runs(monkeypatch):
 
 
 def test_a_wrong_first_guess_of_the_input_is_the_models_own_error():
-    """Where the model's first layer misleads, the user sees the model's error, not ours."""
+    """The user sees the model's error, not ours, if the first layer misleads."""
     model = nn.Sequential(nn.Linear(6, 4))
     model.forward = lambda x: F.conv2d(x, torch.zeros(1, 1, 3, 3))
     with pytest.raises(RuntimeError, match="conv2d"):

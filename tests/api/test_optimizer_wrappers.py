@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from sampling import sample
 from torch import nn
 
 import autobatch
 
 
 class Least:
-    """What is needed: groups, as a property, and a step."""
+    """The least that is needed: groups, as a property, and a step."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.steps = inner, 0
@@ -30,8 +29,6 @@ class Least:
 
 
 class InList(Least):
-    """Holds it in a list."""
-
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
         self.all = [inner]
@@ -41,8 +38,6 @@ class InList(Least):
 
 
 class Attribute(Least):
-    """Its groups are an attribute."""
-
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.steps, self.groups = inner, 0, inner.param_groups
         vars(self)["param_groups"] = inner.param_groups
@@ -58,8 +53,6 @@ class StateIsMethod(Least):
 
 
 class StateIsNone(Least):
-    """Has no state yet."""
-
     state = None
 
 
@@ -81,8 +74,6 @@ class Slots:
 
 
 class Passing(Least):
-    """Passes everything else on."""
-
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
             raise AttributeError(name)
@@ -116,7 +107,6 @@ def make(wrap: Callable[..., Any]) -> tuple[nn.Module, torch.optim.Optimizer, An
 
 
 def mean_step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """A mean over samples."""
     return model(batch).square().mean()
 
 
@@ -141,26 +131,6 @@ def test_training_with_a_wrapper_is_that_of_the_whole_batch(wrap: Callable[..., 
         [one.step() for one in (plain if isinstance(plain, list) else [plain])]
         whole.zero_grad()
     torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("wrap", [*WRAPPERS[:5], Passing, TWICE[0], TWICE[2]])
-def test_the_state_inside_a_wrapper_is_counted(wrap: Callable[..., Any]) -> None:
-    """Two tensors for each parameter, as Adam itself has, and not more where two ways lead to it."""
-    bare, wrapped = (
-        autobatch.fit(model, 12, batch=BATCH, step=mean_step, optimizer=optimizer, max_micro_batch=5, reuse=False)
-        for model, _, optimizer in (make(lambda inner: inner), make(wrap))
-    )
-    assert bare.state_bytes > 2 * 18 * 8
-    assert wrapped.state_bytes == bare.state_bytes
-
-
-@pytest.mark.predicts
-@pytest.mark.parametrize("wrap", sample([Least, InList, Attribute, StateIsMethod, Stateless], 5))
-def test_a_wrapper_is_predicted(wrap: Callable[..., Any]) -> None:
-    """On copies of both."""
-    model, inner, optimizer = make(wrap)
-    assert autobatch.predict(model, batch=BATCH, step=mean_step, optimizer=optimizer, gpu="L4", target_batch=12)
-    assert not inner.state
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)

@@ -1,4 +1,4 @@
-"""The package as it is shipped and imported: what the wheel holds, what an import costs, what the version is."""
+"""The package as it is shipped and imported: contents of the wheel, cost of an import, version."""
 
 from __future__ import annotations
 
@@ -59,12 +59,6 @@ def test_every_module_says_what_it_does() -> None:
         assert loaded.__doc__, module
         missing = [name for name in getattr(loaded, "__all__", ()) if not hasattr(loaded, name)]
         assert missing == [], module
-
-
-def test_a_misspelt_name_is_an_attribute_error() -> None:
-    """As of any module, though public names are imported when they are used."""
-    with pytest.raises(AttributeError, match="fitt"):
-        _ = autobatch.fitt
 
 
 def test_changelog_begins_with_the_version() -> None:

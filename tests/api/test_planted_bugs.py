@@ -1,6 +1,4 @@
-"""The planted bugs fit the package: what each replaces is there. That tests find them is ``make bugs``."""
-
-from __future__ import annotations
+"""The planted bugs fit the package: what each replaces is there. ``make bugs`` checks that tests find them."""
 
 import re
 from pathlib import Path

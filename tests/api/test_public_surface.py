@@ -215,7 +215,7 @@ def test_pages_name_their_arguments_from_the_batch_on() -> None:
 @pytest.mark.slow
 @pytest.mark.predicts
 def test_typed_code_of_a_user_runs(tmp_path: Path) -> None:
-    """What mypy has checked is also what happens; and no public name is left out of it, but for the version."""
+    """The code that mypy checks also runs, and it uses every public name but the version."""
     program = f"import pathlib, typed_usage; typed_usage.main(pathlib.Path({str(tmp_path)!r}))"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{USAGE.parent}", "AUTOBATCH_LEDGER": "off"}
     ran = subprocess.run(

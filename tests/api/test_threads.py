@@ -1,6 +1,4 @@
-"""What belongs to the whole process is as before after any two of fit, verify, predict, map and step in two threads."""
-
-from __future__ import annotations
+"""Two threads run any two of fit, verify, predict, map and step: the process's own state is restored."""
 
 import itertools
 import random
@@ -14,7 +12,6 @@ from process_state import read_process_state
 from sampling import sample
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils import _python_dispatch
 
 import autobatch
 from autobatch.memory.cpu import CpuDevice
@@ -28,13 +25,12 @@ WAITS_S = 0.5
 
 
 class Pause:
-    """Where a thread stops inside its work until it may go on."""
+    """The place at which a thread waits inside its work."""
 
     def __init__(self):
         self.inside, self.goes_on = threading.Event(), threading.Event()
 
     def __call__(self):
-        """Stop here the first time."""
         if not self.inside.is_set():
             self.inside.set()
             assert self.goes_on.wait(AT_MOST_S)
@@ -85,8 +81,6 @@ def read_generators():
 
 
 class Worker(threading.Thread):
-    """Does something, and keeps what it raised."""
-
     def __init__(self, action):
         super().__init__(daemon=True)
         self.action, self.error, self.is_unchanged = action, None, False
@@ -170,16 +164,6 @@ def enter_and_leave(contexts, first_leaves_first):
 
 
 @pytest.mark.parametrize("first_leaves_first", [True, False])
-def test_two_limits_leave_torch_s_own_flags_as_they_were(first_leaves_first):
-    """Torch notes in globals that the process is in a dispatch mode, and reads them where it compiles."""
-    flags = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
-    assert flags
-    before = [getattr(_python_dispatch, name) for name in flags]
-    enter_and_leave([CpuDevice().limit(2**60), CpuDevice().limit(2**60)], first_leaves_first)
-    assert [getattr(_python_dispatch, name) for name in flags] == before
-
-
-@pytest.mark.parametrize("first_leaves_first", [True, False])
 def test_compiled_code_is_eager_in_a_limit_and_compiled_later(first_leaves_first):
     """Whichever of two threads leaves its limit first; torch would never compile again what it met in a mode."""
     counter = CompileCounter()
@@ -200,7 +184,7 @@ def test_compiled_code_is_eager_in_a_limit_and_compiled_later(first_leaves_first
 
 @pytest.mark.parametrize("stance", ["default", "eager_on_recompile"])
 def test_the_user_s_own_stance_is_in_force_again_after_a_limit(stance):
-    """One that was set before."""
+    """A stance that was set before."""
     with torch.compiler.set_stance(stance):
         with CpuDevice().limit(2**60), CpuDevice().limit(2**60):
             assert torch._dynamo.eval_frame._stance.stance == "force_eager"

@@ -1,7 +1,5 @@
 """A process without NumPy: everything works, and nothing is warned of."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -16,17 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from workloads import cut
 
 import autobatch
 from autobatch.batch import registry
 from autobatch.batch.samples import describe, is_empty
-from autobatch.batch.tree import count_elements, map_tensors, tensors_of
+from autobatch.batch.tree import map_tensors, tensors_of
 from autobatch.batches import Fields, register
 from autobatch.errors import InvalidArgument
 from autobatch.testing import FakeDevice
@@ -53,7 +50,6 @@ class Ragged:
         return len(self.lengths)
 
     def pick(self, indices: Sequence[int]) -> Ragged:
-        """The sequences at these indices."""
         parts = self.values.split(self.lengths)
         return type(self)(torch.cat([parts[i] for i in indices]), [self.lengths[i] for i in indices], self.names)
 
@@ -70,11 +66,6 @@ def make_ragged(*lengths: int, kind: type[Ragged] = Ragged) -> Ragged:
 def register_ragged(**changes: Any) -> None:
     """As a user would, but for the changes."""
     register(Ragged, **{"count": len, "take": Ragged.pick, **changes})
-
-
-def rows_of(batch: Ragged) -> list[list[float]]:
-    """The sequences."""
-    return [part.tolist() for part in batch.values.split(batch.lengths)]
 
 
 Oracle = Callable[[nn.Module, Any], torch.Tensor]
@@ -108,8 +99,6 @@ def assert_exact(
 
 
 class Tagger(nn.Module):
-    """One linear layer over each token."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3, dtype=torch.float64)
@@ -140,7 +129,6 @@ SAMPLES: dict[str, Callable[..., Any]] = {
 
 
 def parts_of(sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels of any of them."""
     inputs, labels = tensors_of(sample)
     return inputs, labels
 
@@ -176,7 +164,6 @@ def test_what_is_unclear_is_asked_everywhere(batch: Any) -> None:
 
 
 def reconstruct(model: nn.Module, batch: Any) -> torch.Tensor:
-    """An autoencoder's loss."""
     inputs, targets = batch
     return F.mse_loss(model.layer.weight.T @ model(inputs).T, targets.T)
 
@@ -211,7 +198,6 @@ def test_a_loader_knows_what_its_lists_hold(target: int, columns: int) -> None:
 
 
 def as_list(samples: list[Any]) -> list[Any]:
-    """What many use as collate function."""
     return samples
 
 
@@ -254,17 +240,6 @@ def test_where_a_loader_does_not_know_it_is_asked() -> None:
 
     with pytest.raises(InvalidArgument, match=r"autobatch\.batches\.Fields\(batch\)"):
         autobatch.fit(Tagger(), 2, batch=DataLoader(data, batch_size=2, collate_fn=crop), step=reconstruct, reuse=False)
-
-
-def test_one_row_in_a_tuple_is_no_riddle() -> None:
-    """A dict of arguments beside labels, of one sample, is grown and divided as fields."""
-    inputs, labels = sequence(0, 4)
-
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(*batch[0]["in"]), batch[1])
-
-    batch = [{"in": (inputs,)}, labels]
-    assert_exact(Tagger(), step, batch, 4, example=[{"in": (inputs[:1],)}, labels[:1]])
 
 
 # ------------------------------------------------------------------------------------------ gradients of inputs
@@ -310,56 +285,6 @@ def test_inputs_that_require_a_gradient_are_predicted() -> None:
 # --------------------------------------------------------------------------------------------- registered types
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.data())
-def test_cut_and_rejoined_a_registered_batch_is_the_same(lengths: list[int], data: st.DataObject) -> None:
-    """Its parts hold the sequences in order, beside whatever else is in the batch; and count as was asked."""
-    registry._registered = {}
-    register_ragged()
-    batch = {"r": make_ragged(*lengths), "x": torch.arange(len(lengths)), "w": [str(n) for n in range(len(lengths))]}
-    layout = describe(batch)
-    assert layout.count == len(lengths)
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(lengths) - 1)), max_size=3)) - {len(lengths)})
-    sizes = [stop - start for start, stop in zip([0, *cuts], [*cuts, len(lengths)], strict=True)]
-    parts = cut(layout, sizes)
-    assert [row for part in parts for row in rows_of(part["r"])] == rows_of(batch["r"])
-    assert [describe(part, layout.lists).count for part in parts] == sizes
-    grown = layout.grown(2 * len(lengths) + 1).batch
-    assert rows_of(grown["r"]) == (rows_of(batch["r"]) * 3)[: 2 * len(lengths) + 1]
-    assert describe(grown, layout.lists).count == 2 * len(lengths) + 1
-
-
-def test_spread_samples_of_a_registered_type_stay_in_order() -> None:
-    """As of tensors."""
-    register_ragged()
-    assert rows_of(describe(make_ragged(1, 2, 3, 1)).spread(2).batch) == [[0], [3, 4, 5]]
-
-
-def test_tensors_are_found_in_attributes() -> None:
-    """They are counted and mapped in a copy, and what is no tensor stays equal."""
-    register_ragged()
-    batch = {"r": make_ragged(1, 2), "y": torch.zeros(2)}
-    doubled = map_tensors(batch, lambda tensor: tensor * 2)
-    assert rows_of(doubled["r"]) == [[0], [2, 4]]
-    assert rows_of(batch["r"]) == [[0], [1, 2]]
-    assert count_elements(batch) == 5
-    assert [
-        tensor is held for tensor, held in zip(tensors_of(batch), [batch["r"].values, batch["y"]], strict=True)
-    ] == [
-        True,
-        True,
-    ]
-
-
-def test_no_tensor_is_copied_by_the_default_map() -> None:
-    """However deep it is: a copy of a large batch would need its bytes again."""
-    register_ragged()
-    batch = Ragged(torch.zeros(3), [1, 2], {"deep": [SimpleNamespace(t=torch.ones(2))]})
-    same = map_tensors(batch, lambda tensor: tensor)
-    assert same is not batch
-    assert same.values is batch.values
-    assert same.names["deep"][0].t is batch.names["deep"][0].t
-
-
 def score(model: nn.Module, batch: Any) -> torch.Tensor:
     """A mean over sequences of something nonlinear in each."""
     parts = batch.values.split(batch.lengths)
@@ -390,22 +315,6 @@ def test_a_registered_batch_is_retried() -> None:
     assert result.retries >= 1
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
-
-
-def test_gradients_of_a_registered_batch_stay_its_own() -> None:
-    """Tensors that require a gradient do so in each part, and none is added up in the user's batch."""
-    register_ragged()
-    batch = make_ragged(3, 1, 4)
-    batch.values.requires_grad_()
-
-    def step(model: nn.Module, part: Any) -> torch.Tensor:
-        assert part.values.requires_grad
-        return score(model, part)
-
-    for example in (batch, make_ragged(2, 2)):
-        example.values.requires_grad_()
-        assert_exact(Tagger(), step, batch, 3, example=example)
-    assert batch.values.grad is None
 
 
 def test_the_largest_of_a_dataset_of_registered_batches_is_found() -> None:
@@ -463,18 +372,6 @@ def test_a_registered_container_is_no_list_or_dict_any_more() -> None:
     assert describe(Tagged(torch.zeros(5, 7), torch.zeros(5))).take(range(4)).x.shape == (5, 4)
 
 
-def test_one_registered_batch_is_one_batch() -> None:
-    """Where several are asked for it is refused, though it could be iterated over."""
-    register_ragged()
-    batch, model = make_ragged(1, 2), Tagger()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan = autobatch.fit(model, 2, batch=batch, step=score, optimizer=optimizer, reuse=False)
-    runner = autobatch.Runner(plan, model, score, optimizer)
-    with pytest.raises(InvalidArgument, match="for one batch call step"):
-        runner.step_over(batch)
-    assert runner.step_over([batch, batch]).micro_batch_sizes == (2, 2)
-
-
 def test_two_registered_batches_in_a_list_are_asked() -> None:
     """As two tensors of one shape are; in a tuple they are fields."""
     register_ragged()
@@ -488,7 +385,6 @@ class Broken(Exception):
 
 
 def fail(*_: Any) -> Any:
-    """A user's function with a mistake."""
     raise Broken
 
 
@@ -548,13 +444,6 @@ def test_only_classes_of_ones_own_are_registered(kind: Any) -> None:
         register(kind, count=len, take=Ragged.pick)
 
 
-@pytest.mark.parametrize("changes", [{"count": 3}, {"take": None}, {"map": "no"}])
-def test_only_functions_are_registered(changes: dict[str, Any]) -> None:
-    """The error names the argument."""
-    with pytest.raises(InvalidArgument, match=rf"register\(Ragged, {next(iter(changes))}=\.\.\.\) needs a function"):
-        register_ragged(**changes)
-
-
 def test_without_a_registration_the_type_is_named() -> None:
     """And what to call, with its name in it."""
     with pytest.raises(
@@ -588,7 +477,6 @@ def graph_step(model: nn.Module, graphs: Any) -> torch.Tensor:
 
 
 def make_graphs(*nodes: int) -> list[Data]:
-    """Rings with these numbers of nodes."""
     generator = torch.Generator().manual_seed(len(nodes))
     made = []
     for count in nodes:
@@ -599,13 +487,11 @@ def make_graphs(*nodes: int) -> list[Data]:
 
 
 def take_graphs(batch: Any, indices: list[int]) -> Any:
-    """As the documentation has it."""
     return Batch.from_data_list(batch.index_select(indices))
 
 
 @pytest.fixture
 def graphs_registered(nothing_registered: None) -> None:
-    """torch_geometric's batches, in two lines."""
     register(Batch, count=lambda batch: batch.num_graphs, take=take_graphs)
 
 
@@ -667,24 +553,6 @@ def test_graphs_come_from_their_loader() -> None:
     assert [runner.step(batch).micro_batch_sizes for batch in loader] == [(3, 3), (3, 3)]
 
 
-@pytest.mark.usefixtures("graphs_registered")
-def test_a_graph_net_learns_as_without_splitting() -> None:
-    """Ten steps in pieces end at the parameters of ten whole steps."""
-    batch = Batch.from_data_list(make_graphs(3, 5, 2, 7, 4, 6))
-    model = GraphNet()
-    whole = copy.deepcopy(model)
-    optimizer, reference = (torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, whole))
-    plan = autobatch.fit(model, 6, batch=batch, step=graph_step, optimizer=optimizer, max_micro_batch=2, reuse=False)
-    runner = autobatch.Runner(plan, model, graph_step, optimizer)
-    for _ in range(10):
-        runner.step(batch)
-        reference.zero_grad()
-        graph_step(whole, batch).backward()
-        reference.step()
-    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
-
-
 # ----------------------------------------------------------------------------------------------- nested tensors
 
 
@@ -696,13 +564,11 @@ def make_nested(*lengths: int) -> torch.Tensor:
 
 
 def take_nested(batch: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """As the documentation has it."""
     rows = batch.unbind()
     return torch.nested.as_nested_tensor([rows[index] for index in indices], layout=torch.jagged)
 
 
 def nested_step(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A mean over sequences."""
     return torch.stack([row.logsumexp((0, 1)) for row in model(batch).unbind()]).mean()
 
 

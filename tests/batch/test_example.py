@@ -10,7 +10,7 @@ from workloads import Plain, make_batch
 
 import autobatch
 from autobatch.batch.example import find_example
-from autobatch.errors import InvalidArgument, NeedsBatch
+from autobatch.errors import NeedsBatch
 
 
 class Sentences(Dataset):
@@ -27,7 +27,6 @@ class Sentences(Dataset):
 
 
 def pad(samples):
-    """One batch of sequences of unequal length."""
     return nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
@@ -57,18 +56,6 @@ def test_without_a_batch_the_model_is_asked_and_the_plan_will_say_so():
     [warning] = example.warnings
     assert "no batch= was given" in warning
     assert "real samples may be larger" in warning
-
-
-def test_a_model_that_leaves_its_input_open_needs_a_batch():
-    """A convolution takes images of any size."""
-    with pytest.raises(NeedsBatch, match="batch="):
-        find_example(nn.Conv2d(3, 8, 3), None, 256)
-
-
-def test_a_batch_that_cannot_be_counted_is_refused():
-    """No tensors, no samples."""
-    with pytest.raises(InvalidArgument):
-        find_example(Plain(), {"name": "x"}, 256)
 
 
 @pytest.mark.parametrize("call", ["fit", "Runner.fit", "verify", "predict"])

@@ -29,7 +29,6 @@ class Net(nn.Module):
 
 
 def perceptron() -> nn.Sequential:
-    """Vectors of five to three."""
     return nn.Sequential(nn.Flatten(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
 
 

@@ -18,16 +18,12 @@ from autobatch.batch.samples import describe
 
 
 class Pair(NamedTuple):
-    """A batch with named fields."""
-
     inputs: torch.Tensor
     labels: torch.Tensor
 
 
 @dataclass
 class Fields:
-    """A batch with names."""
-
     inputs: torch.Tensor
     names: list[str]
 
@@ -52,12 +48,10 @@ class Encoding(UserDict):
 
 
 def rows(count: int, first: int = 0, width: int = 3, **options: Any) -> torch.Tensor:
-    """Numbered rows."""
     return torch.arange(first, first + count).float().repeat(width, 1).T.contiguous().to(**options)
 
 
 def texts(count: int, first: int = 0) -> list[str]:
-    """Numbered texts, one a sample."""
     return [f"text {index}" for index in range(first, first + count)]
 
 
@@ -108,18 +102,15 @@ MAKE = {
 
 
 def join(layouts: Any) -> Any:
-    """Groups of batches that can be joined."""
     return cut_joined(layouts)
 
 
 def make_part(group: Any, start: int, stop: int) -> Any:
-    """One micro-batch."""
     [part] = divide(group._replace(rows=range(start, stop)), stop - start)
     return part
 
 
 def make_micro_batch(layout: Any, start: int, stop: int) -> Any:
-    """As the step gets it."""
     return make_part(layout, start, stop).take(torch.clone, torch.device("cpu"))
 
 
@@ -164,23 +155,6 @@ def test_what_is_not_known_to_be_one_batch_stays_apart(case):
     """Each is then divided by itself, as the very layout that it was."""
     layouts = describe_all(APART[case])
     assert [group.batch for group in join(layouts)] == layouts
-
-
-def test_an_attribute_of_ones_own_keeps_batches_apart():
-    """A dataclass may hold more than its fields."""
-    batches = [Marked(rows(2)), Marked(rows(2))]
-    assert len(join(describe_all(batches))) == 1
-    batches[1].weight = 2
-    assert len(join(describe_all(batches))) == 2
-
-
-def test_only_neighbours_are_joined_in_their_order():
-    """The order of samples is that of the batches."""
-    layouts = describe_all([rows(2), rows(3, 2), rows(2, width=4), rows(1, 5), rows(4, 6)])
-    joined = join(layouts)
-    assert [len(group.rows) for group in joined] == [5, 2, 5]
-    assert joined[1].batch is layouts[2]
-    assert make_part(joined[2], 0, 5).samples()[:, 0].tolist() == [5, 6, 7, 8, 9]
 
 
 def test_samples_of_one_batch_are_not_copied():

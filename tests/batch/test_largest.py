@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -21,16 +20,14 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
-    default_collate,
 )
 
-from autobatch.batch.example import _spread, choose_samples, is_source
+from autobatch.batch.example import choose_samples, is_source
 from autobatch.batch.lengths import ByLength
 from autobatch.errors import InvalidArgument
 
 
 def largest_samples(source, count=32, lengths=None, **options):
-    """Without the smallest."""
     found = choose_samples(source, count, lengths, **options)
     return found.layout, found.warnings[0] if found.warnings else None
 
@@ -72,7 +69,6 @@ class Stream(IterableDataset[Any]):
 
 
 def pad(samples: list[torch.Tensor]) -> torch.Tensor:
-    """As loaders of text do."""
     return pad_sequence(samples, batch_first=True, padding_value=-1)
 
 
@@ -80,7 +76,6 @@ LENGTHS = [3, 9, 1, 7, 2, 8]
 
 
 def indices(batch: torch.Tensor) -> list[int]:
-    """Which samples are in a padded batch."""
     return batch[:, 0].tolist()
 
 
@@ -121,19 +116,6 @@ def test_lengths_go_before_elements() -> None:
     assert indices(largest_samples(DataLoader(rows), 2, lengths=ByLength(count_own))[0].batch) == [1, 5, 3, 0, 4, 2]
 
 
-@given(st.integers(1, 300), st.integers(1, 310))
-def test_spread_is_even_and_without_repeats(length: int, most: int) -> None:
-    """Indices differ, hold both ends, and the largest hole among them is within three times the even one."""
-    found = list(_spread(length, most))
-    assert len(found) == len(set(found)) == min(length, most)
-    assert all(0 <= index < length for index in found)
-    if len(found) > 1:
-        assert {0, length - 1} <= set(found)
-        ordered = sorted(found)
-        holes = [right - left for left, right in itertools.pairwise(ordered)]
-        assert max(holes) <= 3 * length / (len(found) - 1) + 1
-
-
 def test_scan_limit_is_kept_and_said() -> None:
     """No more samples than the limit are fetched; the note says how many of how many."""
     dataset = Sequences([1] * 99 + [50])
@@ -142,23 +124,6 @@ def test_scan_limit_is_kept_and_said() -> None:
     assert len(dataset.asked) == 10
     assert batch.shape == (2, 50)
     assert note == "the largest was looked for among 10 of the dataset's 100 samples"
-
-
-def test_of_equal_samples_the_first_are_taken() -> None:
-    """Where sizes tie, what was looked at first stays, in that order."""
-    stream = Stream([torch.full((2,), index) for index in range(9)])
-    assert indices(largest_samples(DataLoader(stream, batch_size=9, collate_fn=pad), 3)[0].batch) == [0, 1, 2]
-
-
-def test_the_same_samples_each_time() -> None:
-    """Which samples are looked at depends on nothing but their number."""
-    seen = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        dataset = Sequences(list(range(1, 101)))
-        largest_samples(DataLoader(dataset, shuffle=True, collate_fn=pad), scan_limit=10)
-        seen.append(dataset.asked)
-    assert seen[0] == seen[1]
 
 
 def test_time_limit_is_kept_and_said() -> None:
@@ -203,16 +168,6 @@ def test_a_random_sample_is_the_one_that_was_measured() -> None:
     assert batch.shape == (3, max(made[:20]))
 
 
-class ByProtocol:
-    """A stream that follows torch's protocol without its base class."""
-
-    def __init__(self, entries: list[Any]) -> None:
-        self.stream = Stream(entries)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.stream)
-
-
 PADDED = [torch.full((length,), index) for index, length in enumerate(LENGTHS)] * 1000
 
 
@@ -246,18 +201,6 @@ def test_what_a_batch_of_a_stream_is(make: Any, count: int, given: int) -> None:
     assert largest_samples(make(stream), count)[1] is not None
     assert stream.given == given
     assert stream.closed
-
-
-def test_a_stream_without_the_base_class_in_a_loader() -> None:
-    """As one with it."""
-    stream = ByProtocol([torch.zeros(4, 2)] * 1000)
-    assert largest_samples(DataLoader(stream, batch_size=None), 3)[0].count == 4
-    assert stream.stream.given == 1
-
-
-def test_a_stream_that_ends_within_a_batch() -> None:
-    """What there is."""
-    assert largest_samples(Stream([{"x": torch.zeros(3)}] * 5), 9)[0].batch["x"].shape == (5, 3)
 
 
 def test_a_stream_is_closed_when_it_fails() -> None:
@@ -380,17 +323,3 @@ def test_a_datasets_own_error_comes_out() -> None:
 
     with pytest.raises(KeyError, match="column"):
         largest_samples(Broken([1]))
-
-
-@pytest.mark.parametrize("source", [TensorDataset(torch.zeros(2)), DataLoader([1, 2]), Stream([])])
-def test_sources(source: Any) -> None:
-    """Datasets and loaders are sources."""
-    assert is_source(source)
-
-
-@pytest.mark.parametrize(
-    "batch", [torch.zeros(2), [torch.zeros(2)], {"x": torch.zeros(2)}, default_collate([1, 2]), None]
-)
-def test_batches_are_no_sources(batch: Any) -> None:
-    """Tensors, lists and dicts are batches."""
-    assert not is_source(batch)

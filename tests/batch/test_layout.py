@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from workloads import cut
 
 from autobatch.batch.samples import describe, is_empty
-from autobatch.batch.tree import count_elements, fields_of, tensors_of
+from autobatch.batch.tree import fields_of, tensors_of
 from autobatch.errors import InvalidArgument
 from autobatch.planning.division import choose_rows
 
@@ -40,17 +40,14 @@ class Opaque:
 
 
 def pick_rows(values: Any) -> Build:
-    """Rows of one tensor or array."""
     return lambda wanted: values[list(wanted)]
 
 
 def pick_entries(kind: Callable[[list[Any]], Any], entries: list[Any]) -> Build:
-    """Entries of one list."""
     return lambda wanted: kind([entries[index] for index in wanted])
 
 
 def nest_fields(kind: Callable[..., Any], builds: list[Build]) -> Build:
-    """A container of parts."""
     return lambda wanted: kind(*[build(wanted) for build in builds])
 
 
@@ -89,7 +86,6 @@ def leaves(draw: st.DrawFn, count: int) -> Build:
 
 
 def extend(children: st.SearchStrategy[Build]) -> st.SearchStrategy[Build]:
-    """Any container around parts."""
     several = st.lists(children, min_size=1, max_size=3)
     kinds = st.sampled_from([keyed(dict), keyed(OrderedDict), keyed(UserDict), listed(list), listed(tuple)])
     pairs = st.lists(children, min_size=2, max_size=2)
@@ -114,7 +110,6 @@ def divided(draw: st.DrawFn) -> tuple[list[int], Any, Build]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal in structure, types and values."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):
@@ -131,7 +126,6 @@ def same(left: Any, right: Any) -> bool:
 
 
 def storages(batch: Any) -> set[int]:
-    """Where the memory of its tensors begins."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch)}
 
 
@@ -232,28 +226,10 @@ def test_shared_things_are_the_same_objects() -> None:
         assert part["nested"] == batch["nested"]
 
 
-def test_arrays_are_viewed() -> None:
-    """NumPy arrays are sliced, not copied, and stay arrays."""
-    batch = np.arange(12).reshape(6, 2)
-    assert all(np.shares_memory(part, batch) for part in cut(describe(batch), [4, 2]))
-    assert np.shares_memory(describe(batch).grown(3).batch, batch)
-
-
 def test_the_whole_batch_is_itself() -> None:
     """One part of everything is the user's own batch."""
     batch = (torch.zeros(4), torch.zeros(4))
     assert cut(describe(batch), [4])[0] is batch
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 7])
-@pytest.mark.parametrize(
-    ("shape", "memory_format"),
-    [((2, 3, 4, 5), torch.channels_last), ((2, 3, 4, 5, 6), torch.channels_last_3d), ((2, 3), torch.contiguous_format)],
-)
-def test_grow_keeps_memory_format(shape: tuple[int, ...], memory_format: torch.memory_format, n: int) -> None:
-    """A channels-last tensor grows channels last."""
-    grown = describe(torch.rand(shape).to(memory_format=memory_format)).grown(n).batch
-    assert grown.is_contiguous(memory_format=memory_format)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -274,13 +250,6 @@ def test_parts_reach_the_original() -> None:
     assert x.grad.tolist() == [0, 0, 0, 1]
 
 
-def test_leaves_that_share_memory() -> None:
-    """The same tensor twice is split twice, alike."""
-    x = torch.arange(4)
-    part = describe({"x": x, "again": x, "turned": x.flip(0)}).take(range(1, 3))
-    assert (part["x"].tolist(), part["again"].tolist(), part["turned"].tolist()) == ([1, 2], [1, 2], [2, 1])
-
-
 @given(samples=st.integers(1, 40), wanted=st.integers(1, 40))
 def test_spread_takes_the_chosen_rows(samples: int, wanted: int) -> None:
     """Tensors and lists alike, in order; the original is not written through."""
@@ -291,29 +260,6 @@ def test_spread_takes_the_chosen_rows(samples: int, wanted: int) -> None:
     assert part.count == wanted
     part.batch["x"].zero_()
     assert batch["x"].tolist() == list(range(samples))
-
-
-@pytest.mark.parametrize("samples", [64, 128, 256, 1000])
-@pytest.mark.parametrize("period", range(3, 17))
-def test_spread_takes_unlike_samples_of_a_batch_that_repeats_with_a_period(period: int, samples: int) -> None:
-    """Such as one of each class in turn: at a fixed distance all that are taken could be of one class."""
-    part = describe(torch.arange(samples) % period).spread(16)
-    assert len({*part.batch.tolist()}) >= min(4, period)
-
-
-@pytest.mark.parametrize("run", [1, 2, 4])
-def test_spread_takes_both_kinds_of_a_batch_of_runs_in_turn(run: int) -> None:
-    """Such as two rows of one kind and two of another, again and again, however many."""
-    for samples in (*range(17 + 2 * run, 1100), 2048, 4096, 8192, 16384):
-        part = describe(torch.arange(samples) // run % 2).spread(16)
-        assert len({*part.batch.tolist()}) == 2, samples
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 0), (-1, 2), (3, 9), (4, 3)])
-def test_slices_stay_inside(start: int, stop: int) -> None:
-    """A range that is empty or leaves the batch is refused."""
-    with pytest.raises(InvalidArgument, match="of a batch of 8"):
-        describe(torch.zeros(8)).take(range(start, stop))
 
 
 def test_no_batch_of_nothing() -> None:
@@ -356,12 +302,6 @@ def test_a_models_output_stays_one() -> None:
     part = describe(outputs.BaseModelOutput(last_hidden_state=torch.arange(4))).take(range(1, 2))
     assert part.last_hidden_state.tolist() == [1]
     assert part["last_hidden_state"].tolist() == [1]
-
-
-def test_elements_grow_with_samples() -> None:
-    """Twice the samples have twice the elements."""
-    batch = (torch.zeros(4, 3), [{"boxes": torch.zeros(index, 4)} for index in range(4)])
-    assert count_elements(describe(batch).grown(8).batch) == 2 * count_elements(batch) == 2 * (12 + 24)
 
 
 @pytest.mark.parametrize(

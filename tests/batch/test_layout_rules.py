@@ -37,7 +37,6 @@ class Pair(NamedTuple):
 
 
 def ids(*lengths: int) -> torch.Tensor:
-    """Token numbers."""
     return ROWS(*lengths, dtype=torch.long)
 
 
@@ -47,7 +46,6 @@ def images(*sizes: int, channels: int = 3) -> list[torch.Tensor]:
 
 
 def targets(*boxes: int) -> list[dict[str, torch.Tensor]]:
-    """Detection targets with so many boxes each."""
     return [{"boxes": ROWS(count, 4), "labels": ROWS(count, dtype=torch.long)} for count in boxes]
 
 

@@ -30,18 +30,15 @@ def with_mask(batch, *, kind=torch.bool):
 
 
 def padding_of(batch, lengths=length_of):
-    """What the example shows."""
     layout, read = describe(batch), read_by_length(lengths if isinstance(lengths, ByLength) else by_length(lengths))
     return find_padding(layout, read, read.read(batch, layout.count))
 
 
 def gather(layout, rows, padding, length):
-    """These samples, trimmed."""
     return layout.part(rows, Trim(padding, length)).batch
 
 
 def sort(batch, values, padding):
-    """The samples in order of their lengths."""
     return PlannedLengths(by_length(length_of), (), padding).sort(describe(batch), values)
 
 
@@ -124,25 +121,12 @@ def test_samples_in_lists_have_nothing_to_trim():
     assert samples.at(2)[1] == 4
 
 
-def test_a_part_of_the_example_is_trimmed_and_the_whole_is_not():
-    """The whole is what parts are compared with."""
-    batch = make_texts()
-    samples, cut = SamplesByLength(describe(batch), LENGTHS, Padding(dims=ONE), L), by_length(length_of)
-    assert samples.trim(batch, cut, N) is batch
-    assert samples.trim(describe(batch).take(range(1, 4)), cut, N)["tokens"].shape == (3, 17)
-
-
 def test_all_samples_are_trimmed_too():
     """A batch that is one micro-batch may be padded further than its longest sample."""
     group = sort(make_texts(padded=40), LENGTHS, Padding(dims=ONE))
     assert group.lengths.trims[0].length == L
     assert group.lengths.values == sorted(LENGTHS, reverse=True)
     assert gather(group.batch, group.rows, *group.lengths.trims[0])["tokens"].shape == (N, L)
-
-
-def test_equal_lengths_stay_in_their_order():
-    """Two texts of 24 tokens are rows 0 and 4."""
-    assert sort(make_texts(), LENGTHS, Padding(dims=ONE)).rows[:2] == [0, 4]
 
 
 def test_samples_of_length_nothing_keep_one_position():

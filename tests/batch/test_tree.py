@@ -8,13 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from autobatch.batch.tree import (
-    count_bytes,
-    count_elements,
     fields_of,
     map_tensors,
     tensors_of,
@@ -126,12 +123,6 @@ def test_a_mapping_that_cannot_be_made_says_so() -> None:
         map_tensors(Closed("p", {"x": X}), torch.neg)
 
 
-@pytest.mark.parametrize("leaf", ["text", b"bytes", 3, None, {1, 2}, torch.Size([2, 3]), Frozen, X, np.zeros(3)])
-def test_leaves(leaf: Any) -> None:
-    """Strings, sets, shapes, classes, tensors and arrays are no containers."""
-    assert fields_of(leaf) is None
-
-
 def test_paths_are_what_one_would_type() -> None:
     """Each way down is spelled as Python would."""
     assert [suffix for suffix, _ in fields_of({"x": 0, 'a"b': 0, 3: 0, (1, 2): 0})] == [
@@ -142,13 +133,6 @@ def test_paths_are_what_one_would_type() -> None:
     ]
     assert [suffix for suffix, _ in fields_of(Pair(0, 0))] == [".left", ".right"]
     assert [suffix for suffix, _ in fields_of(Frozen(0))] == [".x", ".kept"]
-
-
-def test_elements_and_bytes() -> None:
-    """Tensors and arrays count wherever they are, everything else does not."""
-    tree = {"x": torch.zeros(4, 3), "y": [np.zeros((2, 5), np.int16), torch.tensor(1, dtype=torch.int8)], "s": "text"}
-    assert count_elements(tree) == 12 + 10 + 1
-    assert count_bytes(tree) == 48 + 20 + 1
 
 
 class Ordered(tuple):  # noqa: SLOT001 - with attributes

@@ -17,14 +17,11 @@ pytestmark = pytest.mark.quick
 
 
 class Pair(NamedTuple):
-    """Inputs and labels."""
-
     inputs: torch.Tensor
     labels: torch.Tensor
 
 
 def rows(n=4, width=3):
-    """Consecutive numbers."""
     return torch.arange(n * width, dtype=torch.float32).reshape(n, width)
 
 
@@ -93,17 +90,6 @@ def test_micro_batches_are_those_of_the_rules(name, sizes):
             assert one.is_leaf
             assert one.data_ptr() == other.data_ptr()
         start += size
-
-
-def test_tensors_that_want_a_gradient_get_one_of_their_own():
-    """None is added up in the user's batch."""
-    batch = rows().requires_grad_(), torch.arange(4)
-    layout = describe(batch)
-    [part] = divide(Group(layout, range(4)), 4)
-    inputs, _ = part.take(lambda tensor: tensor, torch.device("cpu"))
-    inputs.sum().backward()
-    assert inputs.grad is not None
-    assert batch[0].grad is None
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,6 @@ def token_step(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def count_tokens(batch: Any) -> torch.Tensor:
-    """What the token mean is over."""
     return (_token_labels(batch) != -100).sum()
 
 
@@ -134,7 +133,6 @@ def augmented_step(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def autocast_step(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Mixed precision as users write it."""
     with torch.autocast("cpu", torch.bfloat16):
         return mean_step(model, batch)
 
@@ -163,13 +161,11 @@ def weighted_terms_step(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]
 
 
 def weigh_terms(batch: Any) -> dict[str, torch.Tensor]:
-    """What each of them is over."""
     weights = CLASS_WEIGHTS[batch[1]]
     return {"classes": weights.sum(), "value": weights.sqrt().sum()}
 
 
 def count_terms(batch: Any) -> dict[str, Any]:
-    """What each of the terms is over."""
     return {"classes": len(batch[1]), "value": (batch[1] > 0).sum()}
 
 
@@ -221,27 +217,22 @@ def make_dropout() -> nn.Module:
 
 
 def plain_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """No state at all."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 
 def adamw_foreach(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Several operations for all parameters at once."""
     return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
 
 
 def adamw_fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """One operation for all."""
     return torch.optim.AdamW(parameters, lr=0.01, fused=True)
 
 
 def sparse_adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Takes sparse gradients only."""
     return torch.optim.SparseAdam(parameters, lr=0.01)
 
 
 def adagrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Makes its state when it is made."""
     return torch.optim.Adagrad(parameters, lr=0.1)
 
 
@@ -317,7 +308,6 @@ class Training:
         self.batch = make_batch(SAMPLES, case.dtype)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
         return {
             **bits_of(self.model, self.optimizer),
             "numpy": np.random.get_state(legacy=False),
@@ -364,7 +354,7 @@ class Training:
 
 
 class Roomy(FakeDevice):
-    """Room for everything: memory ends where it is planned to, and the CPU's own counting stays out."""
+    """Room for everything: only planned operations run out of memory, and the CPU counts nothing."""
 
     def __init__(self) -> None:
         super().__init__(lambda n: 10 + n, total_bytes=1000)
@@ -426,7 +416,6 @@ class _Places(TorchDispatchMode):
 
 
 def _compares_counts() -> bool:
-    """Whether the step's counts are being compared."""
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code.co_name != "_check_counts":
         frame = frame.f_back
@@ -455,14 +444,14 @@ def places_of(case: Case, kind: type[Training] = Training, **options: Any) -> li
 
 @dataclass
 class Tally:
-    """What came of the faults of one case.
+    """The outcomes of the faults of one case.
 
     Attributes:
         places: How many faults there were in each part of the step.
         outcomes: "committed": without a retry; "restarted": committed after the step began again;
             "undone": ``DoesNotFit``, everything as before; "raised": the error itself came out, everything as before;
             "reported": ``CannotRetry``; "wrong".
-        wrong: What was wrong, for the first few.
+        wrong: The first few wrong outcomes.
     """
 
     places: Counter[str] = field(default_factory=Counter)
@@ -478,13 +467,11 @@ class Tally:
             self.wrong.append(f"{place}: {outcome}")
 
     def merge(self, other: Tally) -> None:
-        """Add another case's counts."""
         self.places += other.places
         self.outcomes += other.outcomes
         self.wrong += other.wrong
 
     def __str__(self) -> str:
-        """One line."""
         faults = " + ".join(f"{self.places[place]} {place}" for place in PLACES)
         return f"{faults} -> " + ", ".join(f"{self.outcomes[name]} {name}" for name in (*OUTCOMES, "wrong"))
 

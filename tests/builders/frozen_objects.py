@@ -1,7 +1,6 @@
 """Remembers how many objects the garbage collector leaves out: Python counts them one by one each time it is asked.
 
-That took 30 to 60 ms of each ``fit`` and each trace, among the 0.7 million objects of a process that runs all tests.
-Covers ``gc.freeze``, ``gc.unfreeze`` and ``gc.get_freeze_count`` of this process and of those that are forked from it.
+The count took 30 to 60 ms of each ``fit`` and each trace, with the 0.7 million objects of a process of tests.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class _Remembered:
 
 
 def remember_count() -> None:
-    """From here on."""
     remembered = _Remembered()
     gc.freeze, gc.unfreeze, gc.get_freeze_count = (
         remembered.freeze,

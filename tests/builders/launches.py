@@ -21,7 +21,7 @@ _MARK = "AUTOBATCH_TEST_LAUNCH"
 
 
 class Launched(NamedTuple):
-    """What came of a command, and what of its processes was still there after it."""
+    """The result of a command, and its processes that were still there after it."""
 
     code: int
     output: str

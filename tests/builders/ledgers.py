@@ -41,7 +41,6 @@ def make_plan(name="a1", *, size=8, **changes):
 
 
 def make_run(name="r1", plan="a1", **changes):
-    """A run of that plan."""
     return Run(**{"id": name, "plan_id": plan, "pid": 7, "started_at": 3e9, "last_seen_at": 3e9, **changes})
 
 
@@ -58,7 +57,6 @@ def make_update(position, run="r1", steps=1, **changes):
 
 
 def names(plans):
-    """Their ids."""
     return [plan.id for plan in plans]
 
 
@@ -69,17 +67,14 @@ def add_run(store, plan, run):
 
 
 def failed(reason, step=0):
-    """A step that ended in an error."""
     return StepFailed(step=step, reason=reason, out_of_memory=True)
 
 
 def finished(step, sizes=(8, 8, 8, 8), retries=0, peak_bytes=100, seconds=0.5):
-    """A step that was committed."""
     return StepFinished(step=step, micro_batch_sizes=sizes, retries=retries, peak_bytes=peak_bytes, seconds=seconds)
 
 
 def retried(step, old=8, new=4, reason="CUDA out of memory"):
-    """A step that had to begin again."""
     return Retried(
         step=step,
         failed_size=old,
@@ -91,12 +86,11 @@ def retried(step, old=8, new=4, reason="CUDA out of memory"):
 
 
 def resized(step, old=4, new=8, reason="grown back"):
-    """A size that changed between two steps."""
     return SizeChanged(step=step, old_size=old, new_size=new, reason=reason)
 
 
 def start_process(program, *arguments, **environment):
-    """A Python that imports no torch by itself; its output is text that can be read line by line."""
+    """A Python that does not import torch; its output is text that can be read line by line."""
     variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'builders'}", **environment}
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)],

@@ -1,6 +1,6 @@
 """Trains a Lightning module on two ranks with autobatch; started by torchrun with a package and a folder for results.
 
-A script. Each rank has memory for another number of samples, and on the second memory ends in two of the steps.
+A script. Each rank has memory for another number of samples, and the second runs out of memory in two of the steps.
 """
 
 from __future__ import annotations

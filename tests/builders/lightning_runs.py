@@ -32,7 +32,7 @@ def small_device(total_bytes: int = SEVEN_FIT) -> FakeDevice:
 
 @cache
 def load(package: str | None = None) -> Any:
-    """One of the packages; its warnings about loaders without workers and missing loggers are no errors here."""
+    """One of the packages; tests ignore its warnings about loaders without workers and missing loggers."""
     for name in NAMES:
         logging.getLogger(name).setLevel(logging.ERROR)
     return importlib.import_module(package or NAMES[1])
@@ -111,7 +111,7 @@ def module_of(package: Any, made: Made = Made()) -> Any:  # noqa: B008 - frozen 
 
 @dataclass
 class Trained:
-    """What a training leaves behind.
+    """The results of a training.
 
     Attributes:
         module: Trained.
@@ -223,8 +223,6 @@ def _recorder(pl: Any) -> Any:
 
 def _interrupted(pl: Any, faults: Mapping[int, list[int]]) -> Any:
     class Interrupted(pl.Callback):
-        """Lets memory end in chosen batches."""
-
         def on_train_start(self, trainer, module) -> None:
             loop = trainer.fit_loop.epoch_loop.automatic_optimization
             inner, count = loop.run, iter(range(10**6))
@@ -245,7 +243,6 @@ def apart(one: Trained, other: Trained) -> float:
 
 
 def bit_for_bit(one: Trained, other: Trained) -> bool:
-    """Whether all weights are the same."""
     pairs = zip(one.module.state_dict().values(), other.module.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 

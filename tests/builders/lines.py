@@ -1,7 +1,6 @@
 """``AtLine``: does something at the n-th line that this thread runs in some modules.
 
-So a test can put an interrupt, or all that another thread does, at every place where they could come. Covers Python
-code in the thread that enters it.
+So a test can put an interrupt, or all that another thread does, at every place where they could come.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class AtLine:
 
 
 def interrupt():
-    """What Python's handler of SIGINT does."""
     raise KeyboardInterrupt
 
 

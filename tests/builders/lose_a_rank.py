@@ -1,7 +1,7 @@
 """Runs a training script that loses its last rank inside a step: ``torchrun lose_a_rank.py rank 12 script.py ...``.
 
-With ``node`` the torchrun that started the rank is killed too, as when a machine goes. What is started again afterwards
-runs the script as it is.
+With ``node`` the torchrun that started the rank is killed too, as when a machine goes. A rank that is started again
+runs the unchanged script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small trainings whose forward pass changes something that is not where torch expects it.
+"""Small trainings whose forward pass changes state in unusual places.
 
 Each model takes ``inputs [samples, 6]`` and gives ``[samples, 4]``. Not covered: buffers that are registered in the
 constructor, dropout and generators of the process, which ``workloads.Everything`` has.
@@ -208,5 +208,4 @@ def class_weighted_step(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def sum_class_weights(batch: Any) -> torch.Tensor:
-    """What that mean is over."""
     return CLASS_WEIGHTS[batch[1]].sum()

@@ -10,7 +10,7 @@ MIB = 2**20
 class PlainAllocator:
     """The rules written down once more with nothing but intervals of bytes, as slowly as they read.
 
-    What is free is what is mapped and not live. Fixed segments lie apart; the pages of a range lie side by side.
+    Mapped bytes that are not live are free. Fixed segments lie apart; the pages of a range lie side by side.
     """
 
     def __init__(self, capacity, expandable):
@@ -30,7 +30,6 @@ class PlainAllocator:
         return sum(end - start for pool in self.segments.values() for start, end in pool)
 
     def extents(self, small):
-        """What is mapped in one piece."""
         joined = []
         for start, end in sorted(self.segments[small]):
             if self.expandable and joined and joined[-1][1] == start:
@@ -40,7 +39,6 @@ class PlainAllocator:
         return joined
 
     def holes(self, small):
-        """The free blocks, by size and address."""
         found = []
         live = sorted((start, end) for pool, start, end in self.live.values() if pool == small)
         for start, end in self.extents(small):

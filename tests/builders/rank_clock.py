@@ -16,7 +16,6 @@ class Clock:
         return self.now
 
     def advance(self, seconds: float) -> None:
-        """Let the caller's work take this long."""
         self.now += seconds
 
 

@@ -38,8 +38,6 @@ SHARDED_CASES = [case for case in RANK_CASES if not case.scaled and not any(word
 
 
 class RankTraining(Training):
-    """This rank's part of a case."""
-
     def _plan(self) -> autobatch.Plan:
         rank, size = dist.get_rank(), dist.get_world_size()
         weighed = self.case.weigh is not None
@@ -105,7 +103,7 @@ class ShardedTraining(RankTraining):
 def prove_on_ranks(
     name: str, stride: int = 0, *, count: int = 1, every: int = 1, sharded: bool = False, earlier_steps: int = 0
 ) -> tuple[Counter[str], list[str]]:
-    """What came of an error out of memory at operations on each rank, and what was wrong.
+    """The outcomes of an error out of memory at operations on each rank, and the wrong ones.
 
     A position at which a rank did not answer within the group's timeout counts as hung, and is the last of its case.
     """

@@ -9,7 +9,7 @@ import autobatch
 
 
 def count_some(batch):
-    """What the weighted mean is over; 0 for a label of 3."""
+    """The count of the weighted mean; 0 for a label of 3."""
     return (batch[1] != 3).sum()
 
 
@@ -19,22 +19,19 @@ def mean_of_some(model, batch):
 
 
 def weigh_classes(batch):
-    """The sum of class weights, which is no whole number."""
+    """The sum of class weights, a fraction."""
     return CLASS_WEIGHTS.double()[batch[1]].sum()
 
 
 def weighted_classes(model, batch):
-    """The weighted mean of torch."""
     return F.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS.double())
 
 
 def state_mean(model, batch):
-    """States what it is over."""
     return autobatch.Mean(mean_of_some(model, batch), count=count_some(batch))
 
 
 def state_sum(model, batch):
-    """A sum, and its count."""
     loss = F.cross_entropy(
         model(batch[0]), batch[1].masked_fill(batch[1] == 3, -100), ignore_index=-100, reduction="sum"
     )

@@ -35,13 +35,10 @@ class Wide(nn.Module):
         self.first, self.second = nn.Linear(width, 4 * width + 1), nn.Linear(4 * width + 1, width)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The same shape."""
         return inputs + self.second(F.relu(self.first(inputs)))
 
 
 class Stack(nn.Module):
-    """A row of these between two layers."""
-
     def __init__(self, width: int = 130, depth: int = 4) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(33, width), nn.Linear(width, 7)
@@ -64,8 +61,6 @@ def step_in_bfloat16(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 class Case(NamedTuple):
-    """What is trained."""
-
     make: Callable[[], nn.Module]
     example: Callable[[int], Any]
     step: Callable[..., Any]
@@ -91,7 +86,6 @@ def _narrow(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, tor
 
 
 def predict_timeline(case: Case, strategy: str | None, world_size: int) -> Timeline:
-    """What is predicted of the first rank."""
     model = case.make()
     workload = Workload(model, case.step, None, case.optimizer(model.parameters()))
     circumstances = Circumstances(parallelism=Parallelism(strategy, world_size) if strategy else None)

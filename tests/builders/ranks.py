@@ -18,7 +18,7 @@ _IMPORTED = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "autobatch.fit
 
 
 class Answer(NamedTuple):
-    """What came of one rank: its value, its error with the trace, or how its process ended."""
+    """The result of one rank: its value, its error with the trace, or the end of its process."""
 
     value: Any = None
     error: str = ""
@@ -27,8 +27,6 @@ class Answer(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """What each rank has to know."""
-
     size: int
     port: int
     folder: str
@@ -70,14 +68,14 @@ def run_ranks(
 
 
 def make_context() -> multiprocessing.context.ForkServerContext:
-    """Whose processes are forked from one that has torch imported, and has run nothing."""
+    """Processes are forked from one that has imported torch, and has run nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
 
 
 def values_of(answers: Sequence[Answer]) -> list[Any]:
-    """What each rank returned; an error of any fails the test with its trace."""
+    """The value of each rank; an error of any fails the test with its trace."""
     reported = [
         f"rank {rank}: {answer.end}\n{answer.error}"
         for rank, answer in enumerate(answers)
@@ -97,7 +95,7 @@ def wait_at_most(seconds: float) -> None:
 
 
 def _has_come_to_an_end(process: Any) -> bool:
-    """Whether it has ended, or was stopped, from which it does not wake by itself."""
+    """Whether it has ended, or was stopped for good."""
     if not process.is_alive():
         return True
     try:

@@ -1,4 +1,4 @@
-"""What no integration takes for an argument of ``fit``, whatever the model, and how its message begins."""
+"""Arguments of ``fit`` that every integration refuses, and the beginning of the message."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ def make_trial(size, allocated, reserved=None, outcome="fits", **fields):
 
 
 def make_plan(trials, size, target, budget, headroom=0, **changes):
-    """A plan on these trials."""
     sizes = balance(target, size)
     measured = [trial for trial in trials if ran(trial) and trial.peak_reserved]
     peaks = [trial.peak_reserved for trial in measured if trial.micro_batch_size == max(sizes)]

@@ -30,7 +30,6 @@ def make_plan_in(name="a1", *, step=STEP, host="node1", **changes):
 
 
 def make_run_in(name="r1", **changes):
-    """A run that has begun now."""
     fields = {"id": name, "plan_id": "a1", "host": "node1", "user": "ada", "pid": 7, "started_at": time.time()}
     fields |= {"model": "Net", "step": STEP, "target_batch": 256, "micro_batch_size": 43, "limit_bytes": 20 * GIB}
     return fields | {"cards": [make_card()], **changes}
@@ -43,7 +42,7 @@ def make_card(**changes):
 
 
 def make_summary(number=0, **changes):
-    """What a run sends every 30 seconds."""
+    """The message that a run sends every 30 seconds."""
     fields = {"number": number, "at": time.time(), "steps": 10 * (number + 1), "samples": 2560 * (number + 1)}
     fields |= {"seconds": 30.0, "micro_batch_size": 43, "peak_bytes": 17 * GIB, "held_bytes": 18 * GIB}
     return fields | {"cards": [make_card()], **changes}

@@ -17,28 +17,23 @@ CLASS_WEIGHTS = torch.tensor([1.0, 3.0, 0.2, 7.0])
 
 
 def small(*, seed: int = 0) -> nn.Module:
-    """Two layers."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
 
 
 def with_batch_norm() -> nn.Module:
-    """Coupled by statistics."""
     return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 4))
 
 
 def with_bare_batch_norm() -> nn.Module:
-    """Coupled by statistics in eval mode too."""
     return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10, track_running_stats=False), nn.Tanh(), nn.Linear(10, 4))
 
 
 def with_spectral_norm() -> nn.Module:
-    """Its estimate moves with every forward pass."""
     return nn.Sequential(spectral_norm(nn.Linear(6, 10)), nn.Tanh(), nn.Linear(10, 4))
 
 
 def tokens(samples: int = 16, *, filler: int = -100) -> dict[str, torch.Tensor]:
-    """Rows with unequal numbers of labels."""
     generator = torch.Generator().manual_seed(3)
     labels = torch.randint(2, 4, (samples, 5), generator=generator)
     for row in range(samples):
@@ -47,7 +42,6 @@ def tokens(samples: int = 16, *, filler: int = -100) -> dict[str, torch.Tensor]:
 
 
 def token_mean(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The mean over labels."""
     return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
 
 
@@ -57,7 +51,6 @@ def shifted_token_mean(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def sum_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A sum."""
     return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
 
@@ -67,33 +60,28 @@ def class_weighted(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def info_nce(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Other samples are the negatives."""
     hidden = F.normalize(model(batch[0]), dim=1)
     return F.cross_entropy(hidden @ F.normalize(batch[0][:, :4], dim=1).T, torch.arange(len(hidden)))
 
 
 def soft_dice(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A ratio of sums over the batch."""
     chance, truth = model(batch[0]).softmax(1), F.one_hot(batch[1], 4)
     return 1 - 2 * (chance * truth).sum() / (chance.sum() + truth.sum() + (chance**2).sum())
 
 
 def balanced_experts(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A product of means over the batch."""
     chance = model(batch[0]).softmax(1)
     share = F.one_hot(chance.argmax(1), 4).float().mean(0)
     return F.cross_entropy(model(batch[0]), batch[1]) + 4 * (share * chance.mean(0)).sum()
 
 
 def two_tasks(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Two means with different counts."""
     out, labels = model(batch[0]), batch[1]
     sparse = labels.masked_fill(batch[0][:, 0] > 0.5, -100)
     return F.cross_entropy(out, labels) + F.cross_entropy(out.flip(1), sparse)
 
 
 def mixup(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Samples mixed with each other."""
     order = torch.randperm(len(batch[0]))
     return F.cross_entropy(model(0.7 * batch[0] + 0.3 * batch[0][order]), batch[1])
 
@@ -112,7 +100,6 @@ def half_wrong(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def regulariser(model: nn.Module) -> torch.Tensor:
-    """It does not depend on the samples."""
     return sum(parameter.square().sum() for parameter in model.parameters())
 
 
@@ -215,7 +202,7 @@ class Recurrent(nn.Module):
 
 
 class Path(nn.Module):
-    """What surrounds a small model with a change of its input or output."""
+    """A small model with a change of its input or output around it."""
 
     def __init__(self, change) -> None:
         super().__init__()
@@ -226,12 +213,10 @@ class Path(nn.Module):
 
 
 def drop_path(body, inputs):
-    """Whole samples are dropped."""
     return body(inputs) * torch.empty(len(inputs), 1).bernoulli_(0.2) / 0.2
 
 
 def convolutional() -> nn.Module:
-    """Normalised within a sample."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4)
     )
@@ -249,25 +234,22 @@ class Recomputed(nn.Module):
 
 
 def tied() -> nn.Module:
-    """One weight used twice."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 4))
     model[2].weight = model[0].weight
     return model
 
 
 def in_bfloat16(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Autocast in the step."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def cast_by_hand(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A cast in the step."""
     return F.cross_entropy(model(batch[0].to(torch.bfloat16)).float(), batch[1])
 
 
 def at_its_optimum() -> nn.Module:
-    """Where the gradient of the whole is nothing, and that of its parts is not."""
+    """A point at which the gradient of the whole is 0, and that of its parts is not."""
     inputs, labels = make_batch(16, torch.float64)
     solution = torch.linalg.lstsq(torch.cat([inputs, torch.ones(16, 1)], 1), labels.double().unsqueeze(1)).solution
     model = nn.Linear(6, 1)
@@ -278,7 +260,6 @@ def at_its_optimum() -> nn.Module:
 
 
 def squared_error(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Least squares."""
     return F.mse_loss(model(batch[0]).squeeze(1), batch[1].float())
 
 
@@ -359,7 +340,6 @@ RIGHT: dict[str, tuple[Any, Any, Any, Any]] = {
 
 
 def insists_on_half(model: nn.Module, batch: Any) -> torch.Tensor:
-    """As a kernel of another package does."""
     hidden = model(batch[0].bfloat16())
     assert hidden.dtype == torch.bfloat16
     return F.cross_entropy(hidden.float(), batch[1])

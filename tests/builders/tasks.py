@@ -33,14 +33,6 @@ def collate_tasks(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**batch, "counts": torch.tensor(counts, dtype=torch.float64), "task": task}
 
 
-def collate_padded(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """With a mask of padding besides, which only batches show that begin below the eighth point or beyond the 16th."""
-    at = samples[0]["index"] % 100
-    mask = torch.ones(len(samples), 4, dtype=torch.long)
-    mask[::2, 3] = int(8 <= at <= 16)
-    return {**collate_tasks(samples), "attention_mask": mask}
-
-
 def collate_files(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """With a text besides that differs in each batch."""
     return {**collate_tasks(samples), "source": f"file-{samples[0]['index']}.txt"}
@@ -49,12 +41,6 @@ def collate_files(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def collate_datasets(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """With the name of a dataset besides, of which there are many."""
     return {**collate_tasks(samples), "dataset_name": f"set-{samples[0]['index']}"}
-
-
-def collate_numbered(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """With a number in the text that names the task."""
-    batch = collate_tasks(samples)
-    return {**batch, "task": f"{batch['task']} {samples[0]['index']}"}
 
 
 class LinearTasks(nn.Module):
@@ -66,7 +52,6 @@ class LinearTasks(nn.Module):
         self.line = nn.Linear(5, 1).double()
 
     def forward(self, x: Any, labels: Any = None, counts: Any = None, task: str = "mean", **_: Any) -> dict[str, Any]:
-        """The loss."""
         numbers = self.line(x).squeeze(-1)
         errors = (numbers - labels) ** 2 * counts
         if task == "spread":
@@ -80,8 +65,6 @@ def linear_tasks() -> LinearTasks:
 
 
 class _GivenBatches:
-    """Samples in batches that are given."""
-
     batch_size, drop_last = 9, False
 
     def __init__(self, batches: Sequence[Sequence[int]]) -> None:
@@ -95,13 +78,10 @@ class _GivenBatches:
 
 
 class BatchesOfTasks(Trainer):
-    """Its batches are the given ones."""
-
     def __init__(self, *arguments: Any, batches: Sequence[Sequence[int]], **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._batches = batches
 
     def get_train_dataloader(self) -> Any:
-        """A loader of these."""
         batches: Any = _GivenBatches(self._batches)
         return DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)

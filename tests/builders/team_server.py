@@ -18,7 +18,7 @@ TOKEN = "abt_" + "a" * 40
 
 
 class TeamServer:
-    """What it has stored, by id, and what it was asked, in order."""
+    """Its records by id, and the requests in order."""
 
     def __init__(self) -> None:
         self.plans: dict[str, PlanIn] = {}
@@ -33,7 +33,6 @@ class TeamServer:
         self.url = ""
 
     def take(self, path: str, body: bytes) -> tuple[int, Any]:
-        """Answer a POST as the service does."""
         kind, *rest = path.removeprefix("/api/v1/").split("/")
         if path.removeprefix("/api/v1") in self.answers:
             return 200, self.answers[path.removeprefix("/api/v1")]
@@ -60,7 +59,6 @@ class TeamServer:
 
 @contextmanager
 def serving_team(port: int = 0) -> Iterator[TeamServer]:
-    """Serve until the end of the block."""
     team = TeamServer()
 
     class Handler(BaseHTTPRequestHandler):
@@ -108,7 +106,6 @@ def serving_team(port: int = 0) -> Iterator[TeamServer]:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """Wait until it is so."""
     until = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < until, "waited in vain"

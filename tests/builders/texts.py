@@ -40,15 +40,12 @@ def make_texts(lengths: Sequence[int] = LENGTHS, *, left: bool = False, padded: 
 
 
 def read_step(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The mean over tokens that count."""
     return F.cross_entropy(model(batch["tokens"], batch["mask"]).flatten(0, 1), batch["labels"].flatten())
 
 
 def count_tokens(batch: Any) -> torch.Tensor:
-    """The tokens that the mean is over."""
     return (batch["labels"] != -100).sum()
 
 
 def length_of(batch: Any) -> torch.Tensor:
-    """Tokens of each text."""
     return batch["mask"].sum(1)

@@ -1,8 +1,8 @@
 """Trains Trainers on two ranks with autobatch; started by torchrun with a folder for the results.
 
-A script. First each of some Trainers: each rank has memory for another number of samples, and on the second memory ends
-in two of the steps. Then on batches of several tasks: each rank has a batch of nine points, which may be of different
-tasks.
+A script. First each of some Trainers: each rank has memory for another number of samples, and the second runs out of
+memory in two of the steps. Then on batches of several tasks: each rank has a batch of nine points, which may be of
+different tasks.
 """
 
 from __future__ import annotations
@@ -43,20 +43,18 @@ KINDS = {
 
 
 class _WholeBatches(Trainer):
-    """Steps whose loss is the mean of what two ranks would have, or their sum where they add up."""
+    """Steps whose loss is the mean of two ranks' losses, or their sum if they add up."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        """Of each half."""
         loss = sum(model(**half)["loss"] for half in inputs["halves"])
         return loss if all(half["task"] == "sum" for half in inputs["halves"]) else loss / 2
 
 
 def _kind_options(name: str) -> dict[str, Any]:
-    """Arguments of the Trainer."""
     chosen = {"remove_unused_columns": False, "learning_rate": 0.01, "max_grad_norm": 0.0}
     return {**chosen, "max_steps": len(KINDS[name]), "per_device_train_batch_size": 9}
 
@@ -76,7 +74,6 @@ def whole_batches(folder: Path, name: str) -> Trainer:
 
 
 def _kind_on_rank(folder: Path, name: str, rank: int) -> Trainer:
-    """The batches of one rank."""
     batches = [[*range(firsts[rank], firsts[rank] + 9)] for firsts in KINDS[name]]
     kind: Any = partial(BatchesOfTasks, batches=batches)
     options = {**_kind_options(name), "ddp_backend": "gloo"}

@@ -58,15 +58,11 @@ class Texts(Dataset):
 
 
 class Classes(Texts):
-    """Texts with a class each."""
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"input_ids": self.texts[index], "labels": sum(self.texts[index]) % 2}
 
 
 class Numbers(Texts):
-    """Texts with a number each."""
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"input_ids": self.texts[index], "labels": float(sum(self.texts[index]) % 7)}
 
@@ -157,8 +153,6 @@ def bert(kind: str = "BertForSequenceClassification", **options: Any) -> Any:
 
 
 class Recorder(TrainerCallback):
-    """Writes down callbacks and logs."""
-
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.logs: list[dict[str, float]] = []
@@ -188,8 +182,6 @@ class Recorder(TrainerCallback):
 
 @dataclass
 class Trained:
-    """What a training left behind."""
-
     trainer: Any
     recorder: Recorder
     step: TrainingStep | None
@@ -198,7 +190,6 @@ class Trained:
 
     @property
     def model(self) -> Any:
-        """The trained model."""
         return self.trainer.model
 
 
@@ -271,14 +262,13 @@ def trainer_of(
 def apart(one: Any, other: Any) -> float:
     """The largest difference of weights, relative to the largest weight of its tensor.
 
-    A bias of attention's keys has no gradient, so that it holds nothing but rounding: less than 1e-6 is no scale.
+    A bias of attention's keys has no gradient, so that it holds nothing but rounding.
     """
     pairs = zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True)
     return max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-6)) for a, b in pairs if a.is_floating_point())
 
 
 def bit_for_bit(one: Any, other: Any) -> bool:
-    """Whether all weights are the same."""
     pairs = zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -295,7 +285,6 @@ def logs_apart(one: Trained, other: Trained, names: Iterable[str] | None = None)
 
 
 def count_labels(inputs):
-    """What a mean over labels is over."""
     return (inputs["labels"] != -100).sum()
 
 
@@ -305,7 +294,7 @@ def count_shifted(inputs):
 
 
 def mean_loss(outputs, labels, num_items_in_batch=None):
-    """What many write: a mean over the labels that are there."""
+    """A common loss: a mean over the labels that are there."""
     return cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
@@ -357,5 +346,5 @@ class Interrupted:
 
 
 def saved_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's ``trainer_state.json`` holds."""
+    """The content of a checkpoint's ``trainer_state.json``."""
     return json.loads((folder / "trainer_state.json").read_text("utf-8"))

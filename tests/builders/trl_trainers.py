@@ -16,7 +16,6 @@ from trainers import arguments, lines
 
 @cache
 def tokenizer() -> Any:
-    """One token a byte."""
     alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<pad>", "<eos>"]
     made = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,12 +47,10 @@ def llama(kind: str = "LlamaForCausalLM", **options: Any) -> Any:
 
 
 def texts(count: int = 192) -> list[str]:
-    """Lines of source text."""
     return [*lines(count)]
 
 
 def sft(folder: Path, model: Any = None, **options: Any) -> Any:
-    """Supervised fine-tuning."""
     from trl import SFTConfig, SFTTrainer
 
     settings = {"max_length": 48, "bf16": False, "activation_checkpointing": False, **options}
@@ -66,7 +63,6 @@ def sft(folder: Path, model: Any = None, **options: Any) -> Any:
 
 
 def dpo(folder: Path, **options: Any) -> Any:
-    """Preferences against a frozen copy."""
     from trl import DPOConfig, DPOTrainer
 
     settings = {"max_length": 48, "bf16": False, "activation_checkpointing": False, **options}

@@ -71,7 +71,6 @@ def cut(layout: Layout, sizes: Sequence[int]) -> list[Any]:
 
 
 def mean_step(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Cross entropy, the mean over samples."""
     inputs, labels = batch
     return F.cross_entropy(model(inputs), labels)
 

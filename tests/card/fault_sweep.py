@@ -40,8 +40,6 @@ class WideMLP(nn.Module):
 
 
 class Images(nn.Module):
-    """BatchNorm on larger images."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(1, 24, 3, padding=1), nn.BatchNorm2d(24)
@@ -53,8 +51,6 @@ class Images(nn.Module):
 
 
 class Texts(nn.Module):
-    """Two layers of attention, and dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         layer = partial(nn.TransformerEncoderLayer, 256, 4, 1024, dropout=0.2, batch_first=True)
@@ -65,7 +61,6 @@ class Texts(nn.Module):
 
 
 def autocast_step(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Mixed precision on the card."""
     with torch.autocast("cuda", torch.bfloat16):
         return mean_step(model, batch)
 
@@ -99,7 +94,6 @@ class OnCard(faults.Training):
         super().__init__(dataclasses.replace(case, make_model=lambda: make().to(CARD)), **options)
 
     def state(self) -> dict[str, Any]:
-        """With the card's generator."""
         return {**super().state(), "the card's generator": torch.cuda.get_rng_state()}
 
     def _make_runner(self) -> Any:
@@ -110,7 +104,6 @@ class OnCard(faults.Training):
         return super()._make_runner()
 
     def _plan(self) -> Plan:
-        """Two micro-batches, in the whole card."""
         total = torch.cuda.get_device_properties(CARD).total_memory
         sizes = (faults.LARGEST,) * (faults.SAMPLES // faults.LARGEST)
         return Plan(
@@ -135,7 +128,6 @@ class Hung(BaseException):
 
 
 def hang(*_: Any) -> None:
-    """What the clock does."""
     raise Hung
 
 

@@ -1,6 +1,6 @@
 """A plugin for pytest: the body of each test runs under ``Mirror``, without cuDNN, unless it is marked ``no_values``.
 
-Does not cover fixtures: what they compute on the card has no values. Loaded by ``tests/card/run``.
+Fixtures have no values on the card. Loaded by ``tests/card/run``.
 """
 
 from __future__ import annotations

@@ -101,7 +101,6 @@ def live_beside_others(card):
 
 
 def check_all(found):
-    """What must hold on every card."""
     alone = found["alone"]
     assert 1 < alone["largest"] <= found["plan"] < TARGET
     assert found["crowded size"] < found["plan"]

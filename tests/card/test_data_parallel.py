@@ -26,7 +26,6 @@ SAMPLES = 24
 
 
 def read_peaks():
-    """In tensors and held by the allocator."""
     statistics = torch.cuda.memory_stats()
     return statistics["allocated_bytes.all.peak"], statistics["reserved_bytes.all.peak"]
 
@@ -43,7 +42,6 @@ def measure_sharded(name, world_size, micro_batches):
 
 
 def train_and_measure(name):
-    """On each rank of a group."""
     train_replicated(CASES[name], SAMPLES, "cuda")
     return read_peaks()
 

@@ -27,7 +27,6 @@ class Sweep(NamedTuple):
     outcomes: frozenset[str]
 
     def __str__(self) -> str:
-        """The name of the test."""
         return "-".join([self.kind, self.case, *map(str, self.steps), *self.environment]).replace(" ", "_")
 
 

@@ -26,7 +26,6 @@ def make_model():
 
 
 def language_step(model, batch):
-    """The mean over tokens."""
     return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 

@@ -37,7 +37,6 @@ def found(**changes):
 
 
 def worst(**changes):
-    """The first finding."""
     return examine(found(**changes))[0]
 
 

@@ -42,7 +42,6 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def team(here, monkeypatch):
-    """The team's server."""
     with serving_team() as server:
         monkeypatch.setenv("AUTOBATCH_SERVER", server.url)
         monkeypatch.setenv("AUTOBATCH_TOKEN", TOKEN)
@@ -67,7 +66,6 @@ def test_a_prediction_is_shared(team, capsys):
 
 
 def team_home():
-    """The ledger's folder."""
     from autobatch.ledger.ledger import find_home
 
     return find_home()

@@ -1,6 +1,4 @@
-"""What a step does on every rank where it cannot be done on one: the same end, everything as before, and no hang."""
-
-from __future__ import annotations
+"""A step that fails on one rank ends alike on every rank: undone, and without a hang."""
 
 import os
 import re
@@ -39,7 +37,6 @@ class Training:
         self.runner = autobatch.Runner(plan, self.model, step, self.optimizer, device=device, **options)
 
     def bits(self):
-        """All that a step changes."""
         return bits_of(self.model.module, self.optimizer) | {"steps": self.runner.steps}
 
 
@@ -68,8 +65,6 @@ def on_rank(which, action):
 
 
 def raise_error(error):
-    """As a function."""
-
     def action():
         raise error
 
@@ -94,7 +89,7 @@ class Breaking(torch.optim.SGD):
 
 
 def run_all():
-    """What came of each way to fail, and of the next step."""
+    """The outcome of each way to fail, and of the next step."""
     rank = dist.get_rank()
     found = {}
 
@@ -164,15 +159,12 @@ def run_all():
 
 
 def give_one(batch, fails):
-    """A loader that breaks on one rank."""
     if fails:
         raise OSError("disk")
     yield batch
 
 
 class Sparse(nn.Module):
-    """An embedding with sparse gradients."""
-
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(4, 3, sparse=True)
@@ -182,18 +174,15 @@ class Sparse(nn.Module):
 
 
 def sparse_step(model, batch):
-    """Its output's square."""
     return model(batch[1]).square().mean()
 
 
 @cache
 def answers():
-    """Asked once."""
     return run_ranks(run_all, size=SIZE, timeout_seconds=30)
 
 
 def results_of(name):
-    """By rank."""
     return [value[name] for value in values_of(answers())]
 
 
@@ -213,7 +202,7 @@ CHECKPOINT = "CannotRetry: the update of step 0 failed on another rank ("
     ],
 )
 def test_an_error_on_one_rank_undoes_the_step_on_all(name, which, own, others):
-    """That rank gets its own error, the others get its rank and reason; the step is undone."""
+    """The failing rank gets its own error, the others get its rank and reason; the step is undone."""
     for rank, (text, changed) in enumerate(results_of(name)):
         assert text.startswith(own if rank == which else others)
         assert changed == []
@@ -226,7 +215,7 @@ def test_the_step_can_be_run_again(name):
 
 
 def test_a_shortage_on_one_rank_is_that_ranks_matter():
-    """It goes on with smaller micro-batches, and the others with theirs."""
+    """It continues with smaller micro-batches, and the others with theirs."""
     assert results_of("a shortage") == [((4, 4), 0), ((2, 2, 2, 2), 1), ((4, 4), 0)]
 
 
@@ -316,7 +305,6 @@ def end_at(place, how):
 
 
 def arrange(training, place, action):
-    """Call the action there."""
     if place == "forward":
         training.model.module.register_forward_pre_hook(lambda *_: action())
     elif place == "backward":
@@ -342,7 +330,6 @@ def test_a_rank_that_is_killed_ends_the_step_on_the_others(place):
 
 
 def stop_first():
-    """The rank that has the store stops."""
     wait_at_most(4.0)
     training = Training()
     if dist.get_rank() == 0:

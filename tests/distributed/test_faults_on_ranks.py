@@ -1,6 +1,4 @@
-"""The proof on several ranks: memory may end at any operation on one of them, and the result is never a wrong one."""
-
-from __future__ import annotations
+"""The proof on several ranks: one of them may run out of memory at any operation, and the result is never wrong."""
 
 import logging
 import time
@@ -30,7 +28,7 @@ CHOSEN = {"stride": 1} if IN_PROOF else {"count": 1, "every": 3}
 
 
 def prove(names, **options):
-    """By name: what came of it, what was wrong, and the seconds that it took."""
+    """By name: the tally, the wrong outcomes, and the seconds."""
     logging.getLogger("autobatch").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     found = {}
@@ -42,7 +40,7 @@ def prove(names, **options):
 
 @pytest.fixture(scope="module")
 def total(request):
-    """What all cases came to by the number of ranks, printed at the end."""
+    """The sum over all cases by the number of ranks, printed at the end."""
     tallies, seconds = {}, Counter()
     yield tallies, seconds
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():

@@ -1,7 +1,5 @@
 """``fit`` on several ranks: each finds its own size, and all get the plan of one target."""
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 
@@ -33,7 +31,7 @@ def slow_step(model, batch):
 
 
 def fit_by_the_clock(model):
-    """A plan by speed; time goes on as before afterwards."""
+    """A plan by speed, on a clock of the test's."""
     with pytest.MonkeyPatch.context() as changes:
         changes.setattr(probe, "time", CLOCK)
         return describe(fit(model, step=slow_step, share="speed"))
@@ -46,40 +44,35 @@ def make_device(rank=None):
 
 
 def fit(model, **changes):
-    """A plan of this rank."""
     options = {"batch": make_batch(4, torch.float64), "step": mean_step, "device": make_device(), "headroom": 0}
     return autobatch.fit(model, **{"target_batch": TARGET, "optimizer": None, "check": None, **options, **changes})
 
 
 def describe(plan):
-    """What tests compare."""
     assert plan.micro_batch_size in {trial.micro_batch_size for trial in plan.trials if trial.outcome == "fits"}
     return plan.rank, plan.world_size, plan.shares, plan.micro_batch_sizes, str(plan).partition(";")[0]
 
 
 def with_late_layer(layer):
-    """On a CPU torch wraps no SyncBatchNorm."""
     model = DistributedDataParallel(nn.Sequential(Plain()))
     model.module.append(layer)
     return model
 
 
 def with_ignored(*names):
-    """Parameters that the wrapper leaves alone."""
     model = Plain()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
     return DistributedDataParallel(model)
 
 
 def with_parallel_head():
-    """Of which each rank has a part, as in tensor parallelism."""
+    """A layer of which each rank has a part, as in tensor parallelism."""
     model, mesh = Plain(), init_device_mesh("cpu", (dist.get_world_size(),))
     model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Shard(0)]))
     return model
 
 
 def with_hook():
-    """One of torch's own."""
     model = DistributedDataParallel(Plain())
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return model
@@ -94,7 +87,7 @@ def with_other_weights():
 
 
 def with_other_names():
-    """Whose layers were made in the order of a set, which each process has of its own."""
+    """A model whose layers were made in the order of a set, which differs between processes."""
     names = ["first", "second"][:: 1 - 2 * dist.get_rank()]
     return DistributedDataParallel(nn.ModuleDict({name: nn.Linear(2, 2) for name in names}))
 
@@ -106,7 +99,6 @@ def with_other_groups(model):
 
 
 def with_other_state(model):
-    """Loaded on one rank only."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if dist.get_rank() == 1:
         for parameter in model.parameters():
@@ -115,14 +107,12 @@ def with_other_state(model):
 
 
 def with_other_schedule(optimizer):
-    """Loaded on one rank only."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": 9 * dist.get_rank()})
     return scheduler
 
 
 def shard_optimizer(model):
-    """Of which each rank has a part."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # its module uses torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -130,14 +120,12 @@ def shard_optimizer(model):
 
 
 def fail(model, **changes):
-    """The error of a call."""
     with pytest.raises(AutobatchError) as caught:
         fit(model, **changes)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def fail_to_bind(model, optimizer=None, **options):
-    """The error of a Runner."""
     plan = make_rank_plans((20, 20), 4)[dist.get_rank()]
     with pytest.raises(AutobatchError) as caught:
         autobatch.Runner(plan, model, mean_step, optimizer, **options)
@@ -154,7 +142,6 @@ class Broken:
 
 
 def fit_runner(model, keep=()):
-    """As a Runner."""
     options = {"batch": make_batch(4, torch.float64), "device": make_device(), "check": None}
     return autobatch.Runner.fit(model, TARGET, step=mean_step, keep=keep, **options)
 
@@ -171,7 +158,6 @@ def fail_again(model, call=fit, **changes):
 
 
 def fit_all():
-    """What each way of calling it gives."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(Plain())
@@ -219,7 +205,6 @@ def answers():
 
 
 def results_of(name):
-    """By rank."""
     return [value[name] for value in values_of(answers())]
 
 

@@ -1,7 +1,5 @@
 """``undo.interrupts``: Ctrl-C and other signals wait until the other ranks no longer do."""
 
-from __future__ import annotations
-
 import signal
 import threading
 
@@ -54,7 +52,7 @@ def test_without_an_interrupt_nothing_happens():
 
 
 def test_an_interrupt_that_is_ignored_stays_so():
-    """Where the program has no handler of its own, there is nothing to hold back."""
+    """A program without a handler has nothing to hold back."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with deferred_interrupts():

@@ -1,13 +1,9 @@
 """Interrupts and errors between exchanges, and errors that are hard to report: no other rank waits for them."""
 
-from __future__ import annotations
-
-import dataclasses
 import signal
 import time
 from contextlib import contextmanager
 from functools import cache
-from importlib import import_module
 from unittest import mock
 
 import pytest
@@ -25,21 +21,7 @@ from autobatch.testing import FakeDevice
 WHICH = 1
 IN_A_STEP = ("open", "ready", "update", "done")
 IN_FIT = ("arguments", "device", "search", "check")
-LIMIT = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenError(Exception):
-    """Takes no attributes."""
-
-    code: int = 3
-
-
-class SilentError(Exception):
-    """Has no text."""
-
-    def __str__(self):
-        raise RuntimeError("no text")
+LIMIT = 40
 
 
 @contextmanager
@@ -59,7 +41,6 @@ def interrupted_after(count):
 
 
 def make_training(step=mean_step):
-    """A model, an optimizer and a runner."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Plain(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -79,7 +60,7 @@ def call(function, *arguments):
 
 
 def interrupt_a_step(count):
-    """What it raises, whether it counts, what has changed, and what the next step of the same or a new Runner does."""
+    """Its error, whether it counts, the changes, and the outcome of the next step of the same or a new Runner."""
     model, optimizer, runner = make_training()
     before = bits_of(model.module, optimizer)
     with interrupted_after(count):
@@ -91,23 +72,8 @@ def interrupt_a_step(count):
     return raised, hung, steps, changed, call(runner.step, make_batch(8, torch.float64))
 
 
-def interrupt_where_another_fails():
-    """What comes of a step that the other rank has given up before its first exchange, and of the next one."""
-    *_, runner = make_training()
-    batch = make_batch(8, torch.float64)
-
-    def give_one():
-        if dist.get_rank() != WHICH:
-            raise OSError("disk")
-        yield batch
-
-    with interrupted_after(1):
-        failed = call(runner.step_over, give_one())
-    return failed, call(runner.step, batch)
-
-
 def interrupt_a_pass():
-    """What comes of Ctrl-C on one rank while the ranks say how many samples each has read, and the next step."""
+    """The outcome of Ctrl-C on one rank while the ranks exchange their numbers of samples, and the next step."""
     *_, runner = make_training()
     batch = make_batch(8, torch.float64)
     with interrupted_after(1):
@@ -116,49 +82,18 @@ def interrupt_a_pass():
 
 
 def fit(model):
-    """A plan of this rank."""
     options = {"batch": make_batch(4, torch.float64), "step": mean_step, "check": None, "optimizer": None}
     return autobatch.fit(model, 16, device=FakeDevice(lambda n: 10 + n, total_bytes=100), **options)
 
 
 def interrupt_fit(model, count):
-    """What it raises, and the next call."""
     with interrupted_after(count):
         raised = call(fit, model)
     return raised, call(fit, model)
 
 
-def fail_between_blocks(model):
-    """While the state is copied, which no exchange follows at once."""
-    module = import_module("autobatch.fitting.fit")
-    with mock.patch.object(module, "TrainingState", side_effect=MemoryError("no host memory")):
-        failed = call(fit, model) if dist.get_rank() == WHICH else None
-    return failed or call(fit, model), call(fit, model)
-
-
-def raise_in_a_step(error):
-    """What comes of an error in the user's step, and the next step."""
-    errors = [error]
-
-    def step(model, batch):
-        if dist.get_rank() == WHICH and errors:
-            raise errors.pop()
-        return mean_step(model, batch)
-
-    *_, runner = make_training(step)
-    batch = make_batch(8, torch.float64)
-    return call(runner.step, batch), call(runner.step, batch)
-
-
-def step_over_one_batch():
-    """In place of several, on one rank."""
-    *_, runner = make_training()
-    batch = make_batch(8, torch.float64)
-    return call(runner.step_over, batch[0] if dist.get_rank() == WHICH else [batch]), call(runner.step, batch)
-
-
 def step_inside_join():
-    """What it raises, on which no rank waits."""
+    """Its error, on which no rank waits."""
     model, _, runner = make_training()
 
     def run():
@@ -169,30 +104,22 @@ def step_inside_join():
 
 
 def run_all():
-    """All cases, in one process a rank."""
     model = DistributedDataParallel(Plain())
     fit(model)
     return {
         **{f"step {name}": interrupt_a_step(count) for count, name in enumerate(IN_A_STEP, 1)},
         **{f"fit {name}": interrupt_fit(model, count) for count, name in enumerate(IN_FIT, 1)},
-        "another": interrupt_where_another_fails(),
         "pass": interrupt_a_pass(),
-        "between": fail_between_blocks(model),
-        "frozen": raise_in_a_step(FrozenError()),
-        "silent": raise_in_a_step(SilentError()),
-        "one batch": step_over_one_batch(),
         "join": step_inside_join(),
     }
 
 
 @cache
 def answers():
-    """Asked once."""
-    return run_ranks(run_all, timeout_seconds=20)
+    return run_ranks(run_all, timeout_seconds=60)
 
 
 def results_of(name):
-    """By rank."""
     return [value[name] for value in values_of(answers())]
 
 
@@ -213,14 +140,6 @@ def test_an_interrupt_after_an_exchange_undoes_the_step_on_all(place):
     other, own = results_of(f"step {place}")
     assert other == (f"{UNDONE}KeyboardInterrupt", False, 0, False, WELL)
     assert own == ("KeyboardInterrupt", False, 0, False, WELL)
-
-
-def test_an_interrupt_after_another_rank_has_failed_is_not_sent_again():
-    """It would reach the others in the next step, which would fail."""
-    assert results_of("another") == [
-        (("OSError: disk", False), WELL),
-        (("KeyboardInterrupt", False), WELL),
-    ]
 
 
 def test_an_interrupt_right_before_the_update_is_one_in_the_update():
@@ -250,33 +169,6 @@ def test_an_interrupt_between_two_blocks_of_fit_is_sent_in_the_next(block):
 def test_an_interrupt_after_the_last_block_of_fit_is_this_ranks_own():
     """The others have their plans, and the next call does not get it."""
     assert results_of("fit check") == [(WELL, WELL), (("KeyboardInterrupt", False), WELL)]
-
-
-def test_an_error_between_two_blocks_of_fit_is_sent_in_the_next():
-    """With its reason."""
-    (other, again), (own, own_again) = results_of("between")
-    assert other == (
-        "RankFailed: fit() was undone on every rank, because it failed on one: rank 1: MemoryError: no host memory",
-        False,
-    )
-    assert (own, again, own_again) == (("MemoryError", False), WELL, WELL)
-
-
-@pytest.mark.parametrize(
-    ("name", "own", "reason"),
-    [
-        # contextlib sets the traceback of an error that it passes on (Python 3.11), which this one refuses, too.
-        ("frozen", ("FrozenInstanceError", "FrozenError"), ("FrozenInstanceError: ", "FrozenError")),
-        ("silent", ("SilentError",), ("SilentError",)),
-        ("one batch", ("InvalidArgument",), ("InvalidArgument: step_over() takes several batches",)),
-    ],
-)
-def test_an_error_that_is_hard_to_report_undoes_the_step_on_all(name, own, reason):
-    """One that takes no attributes, one without a text, one of the call itself."""
-    ((other, hung), again), (raised, own_again) = results_of(name)
-    assert other.startswith(tuple(UNDONE + one for one in reason))
-    assert not hung
-    assert (raised[0] in own, raised[1], again, own_again) == (True, False, WELL, WELL)
 
 
 def test_a_step_inside_join_is_refused():

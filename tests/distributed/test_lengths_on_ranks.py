@@ -33,18 +33,16 @@ DIVISIONS = ((6, 6), (11, 1), (12, 0), (0, 12))
 
 
 def state_mean(model, batch):
-    """Says itself what it is over."""
     return autobatch.Mean(read_step(model, batch), count=count_tokens(batch))
 
 
 def state_sum(model, batch):
-    """Not divided."""
     logits = model(batch["tokens"], batch["mask"]).flatten(0, 1)
     return autobatch.Sum(F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum"), count_tokens(batch))
 
 
 class Shortages(NamedTuple):
-    """Of steps in which memory ended on one rank: those done, the relative error of the worst, and those undone."""
+    """Steps in which one rank ran out of memory: those done, the worst relative error, and those undone."""
 
     farthest: float
     retries: int
@@ -67,7 +65,6 @@ def take_rows(batch, start, stop):
 
 
 def own_rows(batch, division):
-    """The samples of this rank."""
     start = sum(division[: dist.get_rank()])
     return take_rows(batch, start, start + division[dist.get_rank()])
 
@@ -76,7 +73,6 @@ CUT = autobatch.by_length(length_of)
 
 
 def fit(model, step=read_step, weigh=count_tokens, **changes):
-    """A plan of this rank."""
     given = {
         "batch": make_texts(),
         "optimizer": None,
@@ -97,7 +93,6 @@ def make_runner(model, name="weighed", **options):
 
 
 def gradients(model):
-    """By name."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -170,14 +165,13 @@ def fit_and_train():
 
 
 def fail(call):
-    """Its error."""
     with pytest.raises(AutobatchError) as caught:
         call()
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def fail_all():
-    """What is raised on each rank where one has a sample that is too long, or no lengths."""
+    """The errors of all ranks if one has a sample that is too long, or no lengths."""
     rank = dist.get_rank()
     model, whole = make_model()
     runner = make_runner(model)
@@ -221,7 +215,6 @@ def answers():
 
 
 def results_of(name):
-    """By rank."""
     return [value[name] for value in values_of(answers())]
 
 
@@ -250,7 +243,7 @@ def test_each_rank_finds_its_own_sizes_by_length():
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_memory_may_end_on_one_rank(failing):
-    """It alone goes on with less, or all have undone the step; every sample has run once in those that were done."""
+    """It alone continues with less, or all have undone the step; a step that was done has run every sample once."""
     runs = [runs[failing] for runs in results_of("short")]
     assert all(run.farthest < 1e-12 for run in runs)
     assert runs[failing].retries > 2

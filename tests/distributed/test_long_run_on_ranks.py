@@ -1,7 +1,5 @@
 """Thousands of steps on two ranks while memory comes and goes: nothing hangs, grows or drifts apart."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -28,7 +26,7 @@ WARM = 1000
 
 
 def train():
-    """What became of the steps, how far memory grew, how many more files are open, and the weights at the end."""
+    """The outcomes of the steps, the growth of memory, the number of new open files, and the weights at the end."""
     logging.getLogger("autobatch").setLevel(logging.CRITICAL)
     rank, draw = dist.get_rank(), random.Random(dist.get_rank())
     torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """``map`` on several ranks: each runs pieces of its own, so a model whose forward passes communicate is refused."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -43,7 +41,6 @@ def refuse_sharded():
 
 @cache
 def answers(function):
-    """Asked once."""
     return values_of(run_ranks(function))
 
 

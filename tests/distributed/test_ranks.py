@@ -1,8 +1,7 @@
-"""Which ranks there are, and that a model whose gradients nobody would sum over them is refused."""
-
-from __future__ import annotations
+"""Finding the ranks, a rank's own time, and the comparison of values between ranks."""
 
 import sys
+import time
 import types
 
 import pytest
@@ -13,10 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
-from autobatch.distributed.channel import Channel
-from autobatch.distributed.ranks import find_ranks, refuse_differences, world_size
+from autobatch.distributed.ranks import OwnTime, digest_values, find_ranks, world_size
 from autobatch.errors import InvalidArgument
-from autobatch.training.batches import find_bound
 
 pytestmark = pytest.mark.quick
 
@@ -40,12 +37,6 @@ def test_a_group_of_one_is_as_good_as_none(ranks):
     """Launchers make a group also for one process."""
     assert world_size() == 1
     assert find_ranks(Plain()) is None
-
-
-@pytest.mark.parametrize("ranks", [1], indirect=True)
-def test_a_wrapped_model_on_one_rank_needs_no_exchange(ranks):
-    """It trains as it did."""
-    assert find_ranks(torch.nn.parallel.DistributedDataParallel(Plain())) is None
 
 
 @pytest.mark.parametrize("ranks", [1], indirect=True)
@@ -91,28 +82,6 @@ def test_a_plan_of_several_ranks_is_refused_on_one():
         autobatch.Runner(plan, Plain(), mean_step, None)
 
 
-def test_the_bound_of_a_share_is_no_bound_of_the_users():
-    """A rank may be given one sample more than its share, which BatchNorm cannot run by itself."""
-    plan = make_rank_plans((2, 2), 2, max_micro_batch=2, **SMALL)[0]
-
-    assert find_bound(plan) is None
-    assert find_bound(plan.model_copy(update={"max_micro_batch": 1})) == 1
-
-
-def test_what_differs_between_the_ranks_is_named():
-    """With what each has, by its rank among all processes."""
-    refuse_differences([{"target_batch=": 8}, {"target_batch=": 8}], None)
-    channel = types.SimpleNamespace(members=[2, 3])
-    channel.list_by_rank = types.MethodType(Channel.list_by_rank, channel)
-    of_two = types.SimpleNamespace(channel=channel, refuse=lambda error: error)
-    with pytest.raises(InvalidArgument) as caught:
-        gathered = [{"share=": "equal", "target_batch=": 8}, {"share=": "equal", "target_batch=": 9}]
-        refuse_differences(gathered, of_two)
-    assert str(caught.value) == (
-        "target_batch= differs between the ranks (rank 2: 8; rank 3: 9): pass the same on each"
-    )
-
-
 def test_sharding_of_an_older_torch_is_refused(monkeypatch):
     """It has no way to clear a pass that broke off."""
     monkeypatch.setattr(torch, "__version__", "2.8.0")
@@ -126,7 +95,108 @@ def test_sharding_of_an_older_torch_is_refused(monkeypatch):
 
 
 class Sharded(nn.Linear):
-    """As fully_shard would make it there."""
-
     def __init__(self):
         super().__init__(2, 2)
+
+
+def test_on_the_cpu_it_is_the_clock():
+    """Time outside the two marks does not count."""
+    own = OwnTime(torch.device("cpu"))
+    assert own.read() == 0.0
+    began = time.perf_counter()
+    own.start()
+    time.sleep(0.02)
+    own.stop()
+    most = time.perf_counter() - began
+    time.sleep(0.05)
+    assert 0.02 <= own.read() <= most
+
+
+class Stream:
+    """A device that is behind: an event is passed when it has come so far."""
+
+    def __init__(self):
+        self.enqueued = self.passed = 0
+
+    def make_event(self, *, enable_timing):
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    """Its time is its place in the stream: a second each."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def record(self, stream):
+        assert stream is self.stream
+        self.stream.enqueued += 1
+        self.place = self.stream.enqueued
+
+    def query(self):
+        return self.place <= self.stream.passed
+
+    def elapsed_time(self, other):
+        assert self.query()
+        assert other.query()
+        return 1000.0 * (other.place - self.place)
+
+
+def test_on_cuda_it_is_of_the_last_step_that_is_over(monkeypatch):
+    """The host does not wait: it reads an unfinished step later."""
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "Event", stream.make_event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    own, read = OwnTime(torch.device("cuda", 0)), []
+    for work, passed in ((1, 0), (3, 2), (5, 3), (7, 30)):
+        own.start()
+        stream.enqueued += work - 1
+        own.stop()
+        stream.passed = passed
+        read.append(own.read())
+    assert read == [0.0, 1.0, 1.0, 7.0]
+    assert not own._pending
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
+
+
+def numbers(dtype, size=12):
+    return torch.rand(size, generator=torch.Generator().manual_seed(0)).round().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_changed_number_changes_it(dtype):
+    """By the least bit that the dtype has."""
+    one, other = numbers(dtype), numbers(dtype)
+    assert digest_values([one]) == digest_values([other])
+    other[3] = float(not other[3])
+    assert digest_values([one]) != digest_values([other])
+
+
+def test_the_last_bit_counts():
+    """A sum of floats would round it away."""
+    one = torch.tensor([1e20, 1.0])
+    other = torch.stack((one[0], torch.nextafter(one[1], torch.tensor(2.0))))
+    assert digest_values([one]) != digest_values([other])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_place_of_a_number_counts(dtype):
+    """Two ranks may hold the same numbers in other rows, as of an embedding that saw other words."""
+    values = torch.zeros(4, 3, dtype=dtype)
+    one, other = values.clone(), values.clone()
+    one[1, 0] = other[2, 1] = 1
+    assert digest_values([one]) != digest_values([other])
+
+
+def test_what_has_no_values_is_told_from_what_is_not_there():
+    """Empty, without a shape yet, on the meta device, scalar, sparse."""
+    sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,), check_invariants=True)
+    assert digest_values([]) == digest_values([None, None]) == ""
+    kinds = [torch.empty(0, 3), nn.LazyLinear(2).weight, torch.empty(3, device="meta"), torch.tensor(2.0), sparse]
+    assert all(digest_values([one, None]) != digest_values([None, one]) for one in kinds)
+    assert digest_values([sparse]) == digest_values(
+        [torch.sparse_coo_tensor([[0]], [3.0], (3,), check_invariants=True)]
+    )

@@ -1,7 +1,5 @@
 """``distributed.reduction``: sums through buckets that are smaller than what is summed."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -60,13 +58,12 @@ def reduce_all():
 
 @cache
 def answers():
-    """Asked once."""
     return run_ranks(reduce_all)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_may_be_in_several_buckets(kind):
-    """Whichever rank has a gradient of it, however that lies in memory, and whatever it is summed in."""
+    """For any rank with a gradient, any layout in memory, and any dtype of the sum."""
     for errors, loss in values_of(answers()):
         assert errors[kind] <= 1
         assert loss == 2.5

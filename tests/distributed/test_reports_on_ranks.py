@@ -1,6 +1,4 @@
-"""What ranks say of each other: plans, steps, events and one run in the ledger, on real processes."""
-
-from __future__ import annotations
+"""Reports about all ranks: plans, steps, events and one run in the ledger, on real processes."""
 
 import json
 from functools import cache
@@ -38,7 +36,6 @@ def fit(model, **changes):
 
 
 def take_share(plan):
-    """This rank's samples of a target."""
     start = sum(plan.shares[: plan.rank])
     return tuple(part[start : start + plan.shares[plan.rank]] for part in make_batch(TARGET, torch.float64))
 
@@ -64,7 +61,7 @@ def trainings(size, folder):
 
 @pytest.fixture(scope="module", params=[2, 3])
 def training(request, tmp_path_factory):
-    """What each rank has seen, and the folder with the ledger and the events."""
+    """The findings of each rank, and the folder with the ledger and the events."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
     with pytest.MonkeyPatch.context() as changes:
         changes.setenv("AUTOBATCH_HOME", str(folder))
@@ -89,7 +86,7 @@ def test_every_rank_has_the_plan_of_the_whole(training):
 
 
 def test_a_plan_is_remembered_for_each_rank(training):
-    """One trial confirms it; shares by speed are measured anew each time."""
+    """One trial confirms it; shares by speed are measured again each time."""
     seen, _ = training
     for plans, by_speed, _, _ in seen:
         assert [plan.confirms for plan in plans] == ["", plans[0].id]

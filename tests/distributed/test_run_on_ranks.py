@@ -1,7 +1,5 @@
 """``run`` on several ranks: each step is that of one process with the same samples, and no rank waits for another."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from itertools import chain
@@ -38,20 +36,16 @@ LOADERS = {
 
 
 class Deep(nn.Sequential):
-    """Every parameter is used."""
-
     def __init__(self):
         super().__init__(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
         self.double()
 
 
 def samples_of(rank, count):
-    """Others on each rank."""
     return make_batch(count, torch.float64, seed=10 + rank)
 
 
 def batches_of(rank, count, size):
-    """A rank's loader."""
     return [*zip(*(part.split(size) for part in samples_of(rank, count)), strict=True)] if count else []
 
 
@@ -68,7 +62,6 @@ class Training:
         self.runner = autobatch.Runner(plan, wrapped, mean_step, self.optimizer, device=device)
 
     def weights(self):
-        """Whole."""
         found = [parameter.detach() for parameter in self.model.parameters()]
         return [parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter for parameter in found]
 
@@ -114,7 +107,6 @@ def train_all(*, sharded):
 
 @cache
 def answers(*, sharded):
-    """By rank, asked once."""
     return run_ranks(train_all, options=[{"sharded": sharded}] * 2)
 
 
@@ -137,11 +129,10 @@ def test_steps_are_those_of_one_process(sharded, name, drop_last):
 
 
 class DiskError(Exception):
-    """Of the user's data."""
+    """An error of the user's data."""
 
 
 def break_off(loader, at):
-    """Fail before a batch."""
     for number, batch in enumerate(loader):
         if number == at:
             raise DiskError
@@ -164,7 +155,7 @@ def fail_in_a_loader(at):
 
 
 def leave_on_one_rank():
-    """One rank begins again where the other goes on."""
+    """One rank begins again and the other continues."""
     rank, training = dist.get_rank(), Training()
     loader = batches_of(rank, 20, 4)
     try:
@@ -179,7 +170,6 @@ def leave_on_one_rank():
 
 
 def leave_on_all_ranks():
-    """At the same step, and begin again."""
     rank, training = dist.get_rank(), Training()
     loader = batches_of(rank, 20, 4)
     for _ in training.runner.run(loader):
@@ -229,7 +219,6 @@ def share_a_dataset():
 
 
 def do_everything():
-    """In one process a rank."""
     return {
         "first": fail_in_a_loader(0),
         "later": fail_in_a_loader(3),
@@ -242,7 +231,6 @@ def do_everything():
 
 @cache
 def behaviours():
-    """By rank, asked once."""
     return values_of(run_ranks(do_everything))
 
 

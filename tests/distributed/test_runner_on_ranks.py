@@ -1,7 +1,5 @@
 """A step on several ranks is the step of one process with the whole target, in float64 to rounding."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -44,12 +42,10 @@ def terms(model, batch):
 
 
 def weigh_terms(batch):
-    """By name."""
     return {"classes": count_some(batch), "size": len(batch[0])}
 
 
 def whole_terms(model, batch):
-    """What the terms add up to."""
     parts = terms(model, batch)
     return parts["classes"] + parts["size"] + parts["weights"].loss
 
@@ -62,7 +58,7 @@ class Used(nn.Sequential):
 
 
 class LastChannels(nn.Module):
-    """A convolution whose weight lies in memory with its channels last."""
+    """A convolution whose weight has its channels last in memory."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +70,6 @@ class LastChannels(nn.Module):
 
 
 def divide_before(model, batch):
-    """Divided by the samples of all ranks."""
     share = len(batch[0]) / SAMPLES
     return autobatch.Sum(mean_step(model, batch) * share, count=share)
 
@@ -137,14 +132,13 @@ def step_all(size):
 
 @cache
 def answers_of(size):
-    """By rank and case, asked once."""
     return run_ranks(step_all, size, size=size)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", DIVISIONS)
 def test_the_gradient_is_that_of_the_whole_target(size, name):
-    """Of every division of the samples, also with none on a rank; a step over small batches moves the weights by it."""
+    """Every division of the samples is exact, also with none on a rank; so is a step over small batches."""
     for errors in values_of(answers_of(size)):
         assert len(errors[name]) == 2 * len(DIVISIONS[size])
         assert max(max(pair) for pair in errors[name]) < 1e-12, errors[name]

@@ -1,7 +1,5 @@
 """``fit`` with sharded parameters: all ranks try the same sizes, and a size is one that fits each."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -32,7 +30,6 @@ class Wide(nn.Sequential):
 
 
 def mean_step(model, batch):
-    """The mean over samples."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -60,13 +57,11 @@ def make_data(samples=TARGET):
 
 
 def fit(model, **changes):
-    """A plan of this rank."""
     options = {"batch": make_data(8), "step": mean_step, "optimizer": None, "budget": BUDGET, "progress": False}
     return autobatch.fit(model, **{"target_batch": TARGET, **options, **changes})
 
 
 def describe(plan):
-    """What tests compare."""
     return {
         "shares": plan.shares,
         "sizes": plan.micro_batch_sizes,
@@ -77,14 +72,13 @@ def describe(plan):
 
 
 def fail(call):
-    """Its error."""
     with pytest.raises(AutobatchError) as caught:
         call()
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def refuse_all():
-    """What each model that cannot be trained is refused with."""
+    """The refusal of each model that cannot be trained."""
     part = nn.Sequential(fully_shard(nn.Linear(64, 4)), nn.Linear(4, 4))
     ignoring = Wide()
     fully_shard(ignoring, ignored_params={ignoring[0].weight})
@@ -111,7 +105,6 @@ def refuse_all():
 
 
 def fit_all():
-    """What each way of calling it gives."""
     rank, found = dist.get_rank(), {}
     torch.manual_seed(0)
     model = shard(Wide())
@@ -144,12 +137,10 @@ def fit_all():
 
 @cache
 def answers():
-    """Asked once."""
     return run_ranks(fit_all, limit_seconds=200)
 
 
 def results_of(name):
-    """By rank."""
     return [value[name] for value in values_of(answers())]
 
 

@@ -1,7 +1,6 @@
 """Steps whose losses use only a part of what a sharded model returns, or more than the model: exact on each rank."""
 
-from __future__ import annotations
-
+import itertools
 from functools import cache
 
 import pytest
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from builders.plans import SMALL, make_rank_plans
 from builders.rank_faults import needs_sharding, shard
 from builders.ranks import run_ranks, values_of
+from sampling import IN_PROOF, sample
 from torch import nn
 from torch.nn import functional as F
 from workloads import make_batch
@@ -25,7 +25,7 @@ EVEN = (6, 6)
 
 
 class Heads(nn.Module):
-    """Returns what two heads say; the second may be called by itself, too."""
+    """Returns the outputs of two heads; the step may call the second alone, too."""
 
     def __init__(self):
         super().__init__()
@@ -38,14 +38,12 @@ class Heads(nn.Module):
 
 
 class Body(Heads):
-    """Leaves its heads to the step."""
-
     def forward(self, inputs):
         return torch.tanh(self.body(inputs))
 
 
 class WithLoss(Heads):
-    """Computes its loss itself, which is nan where every label is ignored, and returns it beside what it is made of."""
+    """Computes its loss itself, and returns it beside the logits; it is nan if every label is ignored."""
 
     def forward(self, inputs, labels):
         left, right = super().forward(inputs)
@@ -53,14 +51,11 @@ class WithLoss(Heads):
 
 
 class OnlyLoss(WithLoss):
-    """Returns nothing else."""
-
     def forward(self, inputs, labels):
         return {"loss": super().forward(inputs, labels)["loss"]}
 
 
 def use_one(model, batch):
-    """One of two outputs."""
     return F.cross_entropy(model(batch[0])[0], batch[1])
 
 
@@ -76,7 +71,6 @@ def call_twice(model, batch):
 
 
 def call_head(model, batch):
-    """A module of the model by itself."""
     return F.cross_entropy(model.right(model(batch[0])), batch[1])
 
 
@@ -88,19 +82,16 @@ def state_terms(model, batch):
 
 
 def state_own_loss(model, batch):
-    """The model's own."""
     return autobatch.Mean(model(*batch)["loss"], count=(batch[1] >= 0).sum())
 
 
 def split_by_label(model, batch):
-    """Each head learns its own labels."""
     left, right = (F.cross_entropy(output, batch[1], reduction="none") for output in model(batch[0]))
     is_low = batch[1] < 2
     return {"low": left[is_low].mean(), "high": right[~is_low].mean()}
 
 
 def count_labels(batch):
-    """What its terms are means over."""
     return {"low": (batch[1] < 2).sum(), "high": (batch[1] >= 2).sum()}
 
 
@@ -128,7 +119,6 @@ DIVISIONS = (EVEN, (11, 1), (2, 10), (12, 0))
 
 
 def whole_gradients(make_model, step, batch):
-    """Of one process."""
     torch.manual_seed(0)
     model = make_model()
     returned = step(model, batch)
@@ -142,7 +132,7 @@ def whole_gradients(make_model, step, batch):
 
 
 def make_runner(make_model, step, *, weigh=None, beside=(), **options):
-    """Of this rank, in micro-batches of 3."""
+    """A Runner of this rank, in micro-batches of 3."""
     torch.manual_seed(0)
     model = shard(make_model())
     optimizer = torch.optim.SGD([*model.parameters(), *beside], lr=0.1)
@@ -171,18 +161,18 @@ def error_of(model, expected):
 
 
 def step_through(name):
-    """Errors of each division, by itself and after steps with which the passes are known."""
+    """Errors of each division, at once and after steps with which the passes are known; CI takes every second."""
     make_model, step, weigh, labels = CASES[name]
     batch, errors = make_labels(**labels), []
     expected = whole_gradients(make_model, step, batch)
-    for is_known in (False, True):
-        for division in DIVISIONS:
-            model, runner = make_runner(make_model, step, weigh=weigh)
-            for _ in range(2 if is_known or 0 in division else 0):
-                runner.accumulate(take_part(make_labels(), EVEN))
-                model.zero_grad()
-            runner.accumulate(take_part(batch, division))
-            errors.append(error_of(model, expected))
+    ways = [*itertools.product((False, True), DIVISIONS)]
+    for is_known, division in sample(ways[[*CASES].index(name) % 2 :] if not IN_PROOF else ways, 2):
+        model, runner = make_runner(make_model, step, weigh=weigh)
+        for _ in range(2 if is_known or 0 in division else 0):
+            runner.accumulate(take_part(make_labels(), EVEN))
+            model.zero_grad()
+        runner.accumulate(take_part(batch, division))
+        errors.append(error_of(model, expected))
     return errors
 
 
@@ -222,7 +212,6 @@ def use_outside():
 
 
 def refuse(make_model, step, batch=None, prepare=lambda step: None):
-    """The error, and whether any gradient stays."""
     model, runner = make_runner(make_model, step)
     prepare(step)
     with pytest.raises(AutobatchError) as caught:
@@ -232,7 +221,6 @@ def refuse(make_model, step, batch=None, prepare=lambda step: None):
 
 
 def run_all():
-    """By case."""
     found = {name: step_through(name) for name in CASES}
     found["outside"] = use_outside()
     found["unknown"] = refuse(Heads, Scaled())
@@ -248,12 +236,10 @@ def run_all():
 
 @cache
 def answers():
-    """Asked once."""
     return run_ranks(run_all, limit_seconds=200)
 
 
 def results_of(name):
-    """By rank."""
     return [value[name] for value in values_of(answers())]
 
 
@@ -291,7 +277,8 @@ def test_a_parameter_that_is_frozen_on_one_rank_only_is_refused():
 def test_a_loss_of_nan_that_only_the_model_has_seen_is_refused():
     """0 times nan is nan, and there is nothing else from which zeros could flow."""
     first, second = results_of("only a loss")
-    assert second[0].startswith("InvalidArgument: the model returns only its loss, which is nan or infinite in a ")
+    assert second[0].startswith("InvalidArgument: the model returns only its loss")
+    assert "nan or infinite" in second[0]
     assert first[0].startswith("RankFailed: accumulate 0 was undone on every rank, because it failed on ")
     assert not first[1]
     assert not second[1]

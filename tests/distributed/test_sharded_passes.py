@@ -1,7 +1,5 @@
 """Passes of a sharded model that are not what they were before: they are run again, and no rank waits for another."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import cache
 from unittest import mock
@@ -18,7 +16,6 @@ from torch.nn import functional as F
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.distributed.sharded.lockstep import Collective, KnownPass
 from autobatch.errors import AutobatchError
 from autobatch.testing import FakeDevice
 
@@ -43,8 +40,6 @@ class Blocks(nn.Module):
 
 
 class Normed(nn.Sequential):
-    """Refuses one sample."""
-
     def __init__(self):
         super().__init__(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 4))
         self.double()
@@ -84,7 +79,6 @@ class Training:
         return result.micro_batch_sizes, result.retries, worst
 
     def count_exchanges(self):
-        """Of a step."""
         channel = self.runner._ranks.channel
         before = channel.exchanges
         self.runner.accumulate(self.batch)
@@ -104,7 +98,7 @@ class Training:
 
 
 def _shard(model):
-    """Each block by itself: a list of modules cannot be."""
+    """Each block alone: a list of modules cannot be sharded."""
     if not isinstance(model, Blocks):
         return shard(model)
     for module in (*model.blocks, model.head):
@@ -125,14 +119,12 @@ def evaluate(training):
 
 
 def leave_gradients(model):
-    """As in accumulation by hand."""
     model.set_requires_gradient_sync(False)
     mean_step(model, make_batch(2, torch.float64)).backward()
     model.set_requires_gradient_sync(True)
 
 
 def use_own_gathers(model):
-    """In place of the recorded ones."""
     (group,) = model.head._get_fsdp_state()._fsdp_param_groups
     model.head.set_custom_all_gather(group._all_gather_comm.inner)
 
@@ -162,7 +154,7 @@ waiting: InvalidArgument: an earlier backward pass left gradients that are not s
 
 
 def change(name):
-    """What comes of a setting that is changed after a step."""
+    """The outcome of a setting that is changed after a step."""
     training = Training()
     training.accumulate()
     SETTINGS[name](training.model)
@@ -179,7 +171,7 @@ def run_evaluation():
 
 
 def run_orders():
-    """A block is skipped from the third step on, and memory ends on one rank in that very step."""
+    """A block is skipped from the third step on, and one rank runs out of memory in that very step."""
     training, found = Training(), []
     for number in range(6):
         training.model.order = (0, 1, 2) if number < 2 else (0, 1)
@@ -272,12 +264,10 @@ def run_all():
 
 @cache
 def answers():
-    """Asked once."""
     return run_ranks(run_all, timeout_seconds=20, limit_seconds=160)
 
 
 def results_of(name):
-    """By rank."""
     return [value[name] for value in values_of(answers())]
 
 
@@ -288,7 +278,7 @@ def test_an_evaluation_between_two_steps_leaves_passes_known():
 
 
 def test_a_pass_that_differs_is_run_again_on_all_ranks():
-    """Also where memory has ended on one of them before it could differ there; and it is known again in the end."""
+    """Also if one of them ran out of memory before its pass could differ; in the end the pass is known again."""
     for (found, exchanges), (known, *_) in zip(results_of("orders"), results_of("evaluation"), strict=True):
         assert [retries for _, retries, _ in found] == [0, 0, 1, 0, 0, 0, 0]
         assert max(error for *_, error in found) < 1e-12
@@ -296,7 +286,7 @@ def test_a_pass_that_differs_is_run_again_on_all_ranks():
 
 
 def test_a_rank_that_is_not_short_runs_its_micro_batches_again_as_they_were():
-    """Their samples are taken from the batch anew."""
+    """Their samples are taken from the batch once more."""
     first, second = results_of("late")
     assert first[:2] == ((3, 3, 3, 3, 3), 1)
     assert second[:2] == ((1, 1, 1, 1, 1, 1), 1)
@@ -326,7 +316,7 @@ def test_a_rank_whose_model_refuses_one_sample_goes_on_with_all():
 
 
 def test_a_rank_that_has_only_one_sample_fails_with_its_own_error():
-    """And all can go on."""
+    """And all can continue."""
     first, second = results_of("one sample")
     assert second[7][0].startswith("ValueError: Expected more than 1 value per channel when training")
     assert first[7][0].startswith("RankFailed: accumulate 0 was undone on every rank, because it failed on one: ")
@@ -346,20 +336,3 @@ def test_a_rank_without_memory_for_zeros_says_so():
         assert text.startswith(
             "RankLost: rank 1 of 2 could not continue: ran out of memory for the zeros of a pass that other ranks run: "
         )
-
-
-def test_a_pass_is_known_again_when_it_has_repeated():
-    """After the first one, after a difference three times more, and after the next difference more often."""
-
-    def note(*places):
-        was_known = known.is_known
-        known.note([Collective("gather", at, 2, 1, torch.float32, torch.device("cpu"), print) for at in places])
-        return was_known
-
-    known = KnownPass()
-    assert [note(0, 1) for _ in range(2)] == [False, True]
-    known.forget()
-    assert [note(0, 2) for _ in range(2)] == [False, False]
-    assert [note(0) for _ in range(5)] == [False, False, False, False, True]
-    known.forget()
-    assert [note(0) for _ in range(11)] == [False] * 10 + [True]

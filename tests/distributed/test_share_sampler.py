@@ -1,7 +1,5 @@
 """Samples of ranks: joined by rank, they are the target batches of one process, in any epoch and after a resume."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -24,12 +22,11 @@ ALL_SHARES = [(12,), (6, 6), (9, 3), (1, 11), (4, 4, 4), (7, 1, 4), (3, 3, 3, 3)
 
 
 def samplers(shares, samples=40, **options):
-    """A sampler for each rank."""
     return [autobatch.ShareSampler(plan, range(samples), **options) for plan in make_rank_plans(shares, 5)]
 
 
 def joined(ranks):
-    """What all ranks get in each step, in the order of the ranks."""
+    """The samples of all ranks in each step, in the order of the ranks."""
     return [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
@@ -72,7 +69,7 @@ def test_ranks_together_have_the_batches_of_one(shares, samples, shuffle):
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 300), st.booleans())
 def test_any_shares_have_every_sample_once(shares, samples, drop_last):
-    """Or it is said beforehand that they cannot; no rank ever gets an empty list."""
+    """Or the sampler refuses them beforehand; no rank ever gets an empty list."""
     target = sum(shares)
     try:
         ranks = samplers(tuple(shares), samples=samples, drop_last=drop_last)
@@ -83,18 +80,6 @@ def test_any_shares_have_every_sample_once(shares, samples, drop_last):
     assert min(len(part) for sampler in ranks for part in sampler) >= 1
     assert sum(map(len, batches)) == (samples // target * target if drop_last else samples)
     assert len(set(itertools.chain(*batches))) == sum(map(len, batches))
-
-
-@pytest.mark.parametrize("shares", ALL_SHARES)
-def test_a_rank_gets_its_share_of_each_whole_batch(shares):
-    """As many samples as its plan runs, so that each step has the planned micro-batches."""
-    for plan, sampler in zip(make_rank_plans(shares, 5), samplers(shares, drop_last=True), strict=True):
-        assert [len(part) for part in sampler] == [sum(plan.micro_batch_sizes)] * 3
-
-
-def test_a_smaller_last_batch_is_shared_in_proportion():
-    """Of four samples a rank with three quarters of the target gets three."""
-    assert [[len(part) for part in sampler] for sampler in samplers((9, 3))] == [[9, 9, 9, 3], [3, 3, 3, 1]]
 
 
 def test_epochs_differ_and_a_seed_gives_them_again():
@@ -134,7 +119,7 @@ def test_an_order_neither_reads_nor_moves_what_the_process_has():
 @pytest.mark.parametrize("before", [(12,), (9, 3), (3, 3, 3, 3)])
 @pytest.mark.parametrize("done", range(5))
 def test_an_epoch_is_resumed_on_another_number_of_ranks(before, after, done):
-    """What comes after so many batches is what would have come; after the last one it is the next epoch."""
+    """The rest of the epoch is the same as without the resume; after the last batch the next epoch begins."""
     (alone,) = samplers((12,), seed=5)
     epochs = []
     for epoch in (2, 3):
@@ -153,15 +138,6 @@ def test_an_epoch_is_resumed_on_another_number_of_ranks(before, after, done):
     for sampler in later:
         sampler.set_epoch(3)
     assert joined(later) == epochs[1]
-
-
-def test_a_second_iterator_begins_where_one_that_was_not_used_would_have():
-    """A loader with workers makes two of them, and asks the second one for batches."""
-    (sampler,) = samplers((12,), shuffle=False)
-    sampler.load_state_dict(sampler.state_dict(3))
-    unused, used = iter(sampler), iter(sampler)
-    assert sampler.first_batch == 3
-    assert (list(used), list(unused), len(list(sampler))) == ([[36, 37, 38, 39]], [[36, 37, 38, 39]], 4)
 
 
 def test_only_the_first_iteration_after_a_resume_begins_in_the_middle():
@@ -223,38 +199,6 @@ def test_a_loader_yields_each_ranks_samples(workers):
     assert joined(got) == [[10 * index for index in batch] for batch in list(alone)[1:]]
 
 
-def test_workers_that_stay_get_the_order_of_each_epoch():
-    """``persistent_workers`` keep no order of their own: the sampler is in this process."""
-    dataset = TensorDataset(torch.arange(40))
-    (sampler,) = (autobatch.ShareSampler(plan, dataset) for plan in make_rank_plans((12,)))
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=1, persistent_workers=True)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        assert [batch[0].tolist() for batch in loader] == list(sampler)
-
-
-def test_drop_last_leaves_out_the_smaller_batch():
-    """And only that one."""
-    kept, dropped = list(samplers((12,))[0]), samplers((12,), drop_last=True)[0]
-    assert (list(dropped), len(dropped)) == (kept[:-1], 3)
-
-
-def test_a_state_from_before_a_last_batch_that_is_dropped_now_begins_the_next_epoch():
-    """With more ranks than samples in the last batch, ``drop_last`` is what lets it be resumed at all."""
-    (whole,), (dropping, *_) = samplers((12,), samples=38), samplers((3, 3, 3, 3), samples=38, drop_last=True)
-    dropping.load_state_dict(whole.state_dict(3))
-    assert (dropping.epoch, dropping.first_batch) == (1, 0)
-
-
-def test_numpys_whole_numbers_are_numbers():
-    """Of seeds, epochs and batches; the state holds Python's, which JSON can write."""
-    sampler = autobatch.ShareSampler(make_plan(12, 5), np.arange(40), seed=np.int64(7))
-    sampler.set_epoch(np.int32(2))
-    state = sampler.state_dict(np.uint8(1))
-    assert json.loads(json.dumps(state)) == state
-    assert state == {"epoch": 2, "batch": 1, "seed": 7, "shuffle": True, "samples": 40, "target_batch": 12}
-
-
 def sample(dataset=range(40), plan=None, **options):
     """A sampler that works, but for the changes."""
     return autobatch.ShareSampler(plan or make_plan(12, 5), dataset, **options)
@@ -302,7 +246,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "named"), REFUSED, ids=[" ".join(named) for _, named in REFUSED])
 def test_what_cannot_be_meant_is_refused(call, named):
-    """In one line that names what was passed and what to do."""
+    """One line names the argument and a remedy."""
     with pytest.raises(InvalidArgument) as caught:
         call()
     message = str(caught.value)

@@ -1,6 +1,4 @@
-"""What torchrun starts, and starts again: the same weights on any ranks, nodes, and after a rank or a node is lost."""
-
-from __future__ import annotations
+"""Programs that torchrun starts and restarts: the same weights on any ranks and nodes, also after one is lost."""
 
 import os
 import re
@@ -21,13 +19,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """What one rank prints, and any number of them."""
+    """The output of one rank, and of any number of them."""
     (ran,) = launch(torchrun(EXAMPLE, ranks=1), **DATA)
     return ran.line("loss ")
 
 
 def weights_in(line):
-    """The sum that a script prints."""
     return float(re.fullmatch(r".*weights (\S+)", line)[1])
 
 

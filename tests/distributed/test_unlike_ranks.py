@@ -1,6 +1,4 @@
-"""Ranks that are not alike: one is slower and has less memory, or shares its own with a tenant."""
-
-from __future__ import annotations
+"""Ranks that are not alike: one is slower and has less memory, or shares its memory with a tenant."""
 
 import logging
 from contextlib import nullcontext
@@ -28,13 +26,11 @@ TARGET = 96
 
 
 def slow_step(model, batch):
-    """Three times slower on the second rank."""
     CLOCK.advance(len(batch[0]) * SECONDS[dist.get_rank()])
     return mean_step(model, batch)
 
 
 def part_of(plan, whole):
-    """This rank's samples."""
     start = sum(plan.shares[: plan.rank])
     return tuple(part[start : start + plan.shares[plan.rank]] for part in whole)
 
@@ -88,7 +84,6 @@ def run_all():
 
 @cache
 def answers():
-    """Of each part, by rank; asked once."""
     return [*zip(*values_of(run_ranks(run_all)), strict=True)]
 
 

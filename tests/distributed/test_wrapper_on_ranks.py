@@ -1,6 +1,4 @@
-"""What DistributedDataParallel does by itself beside the Runner, and what of it the Runner does in its place."""
-
-from __future__ import annotations
+"""DistributedDataParallel beside the Runner, and the Runner in its place."""
 
 import copy
 from contextlib import suppress
@@ -21,20 +19,18 @@ SAMPLES = 16
 
 
 def make_runner(model, optimizer, step=mean_step, device=None):
-    """On two ranks with eight samples each."""
     plan = make_rank_plans((8, 8), 4, **SMALL)[dist.get_rank()]
     device = device or FakeDevice(lambda n: 10 + n, total_bytes=1000)
     return autobatch.Runner(plan, model, step=step, optimizer=optimizer, device=device)
 
 
 def halve(batch):
-    """This rank's half."""
     start = 8 * dist.get_rank()
     return tuple(part[start : start + 8] for part in batch)
 
 
 class TwoHeads(nn.Module):
-    """Of which a step of the wrapper's own uses one."""
+    """A step of the wrapper's own uses one of them."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +72,7 @@ def train_by_hand():
 
 
 def fail_after_a_forward_pass():
-    """What a step raises that fails on one rank, after the wrapper was called and no backward pass followed."""
+    """The error of a step that fails on one rank, after a call of the wrapper without a backward pass."""
     torch.manual_seed(0)
     model = DistributedDataParallel(TwoHeads())
 
@@ -137,14 +133,12 @@ def fit_small(wrap, target):
 
 
 def run_all():
-    """Everything, in one process a rank."""
     names = fail_after_a_forward_pass()
     return names, train_by_hand(), compare_buffers(True), compare_buffers(False), fit_small(DistributedDataParallel, 16)
 
 
 @cache
 def answers():
-    """Asked once."""
     return run_ranks(run_all, timeout_seconds=15)
 
 

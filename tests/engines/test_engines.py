@@ -18,14 +18,12 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def expected():
-    """What the torchrun script prints."""
     needs("sklearn")
     (ran,) = launch(torchrun(str(EXAMPLES / "several_gpus.py")))
     return ran.line("loss ")
 
 
 def needs(package):
-    """Skip the test without it."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: make test-engines")
 

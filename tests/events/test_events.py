@@ -173,7 +173,6 @@ EVENTS = [
 
 
 def _types_of_events() -> set[type[Event]]:
-    """Every event that the module makes public."""
     public = (getattr(events, name) for name in events.__all__)
     return {kind for kind in public if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event}
 
@@ -253,18 +252,6 @@ def test_a_hook_that_fails_always_is_logged_once(caplog: pytest.LogCaptureFixtur
     for _ in range(5):
         emit(FINISHED, hooks)
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 3
-
-
-def test_each_of_many_trackers_that_fail_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Also where a later one lies at the address of one that is gone, as in a sweep."""
-
-    class Tracker:
-        def log(self, event: Event) -> None:
-            raise ConnectionError("tracker is away")
-
-    for _ in range(20):
-        emit(FINISHED, [Tracker().log])
-    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 20
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])

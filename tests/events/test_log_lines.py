@@ -77,7 +77,6 @@ def lines_of(call, monkeypatch, **screen):
 
 
 def job():
-    """A model, its batch and its step."""
     model = nn.Sequential(nn.Linear(8, 4))
     return model, torch.arange(64.0).reshape(8, 8), lambda model, batch: model(batch).square().mean()
 

@@ -10,7 +10,6 @@ from autobatch.events.run_history import Run, StepRange
 
 @st.composite
 def ranges(draw):
-    """Ranges of steps without gaps."""
     found, step = [], 0
     for length in draw(st.lists(st.integers(1, 50), max_size=8)):
         retries, peak = draw(st.integers(0, 3)), draw(st.integers(0, 10**9))

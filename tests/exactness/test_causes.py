@@ -59,8 +59,6 @@ class Fused(torch.autograd.Function):
 
 
 class Reversed(torch.autograd.Function):
-    """The identity, with another gradient."""
-
     @staticmethod
     def forward(ctx, values, change):
         ctx.change = change
@@ -72,7 +70,6 @@ class Reversed(torch.autograd.Function):
 
 
 def fused(*, ignores):
-    """A step with that loss."""
     return lambda model, batch: Fused.apply(model(batch[0]), batch[1], ignores)
 
 
@@ -82,8 +79,6 @@ def changing_gradients(change):
 
 
 class Counted(nn.Module):
-    """Counts its calls, which changes nothing."""
-
     def __init__(self, body) -> None:
         super().__init__()
         self.body, self.idle = body, Idle()
@@ -94,8 +89,6 @@ class Counted(nn.Module):
 
 
 class Idle(nn.Module):
-    """Keeps an average that nobody reads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("average", torch.zeros(()))
@@ -119,8 +112,6 @@ class Apart(nn.Module):
 
 
 class Dropping(nn.Module):
-    """BatchNorm, with dropout before and after."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -157,7 +148,6 @@ class WithTeacher(nn.Module):
 
 
 def follows_inside(model, batch):
-    """The step moves it."""
     with torch.no_grad():
         for average, parameter in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
             average.lerp_(parameter, 0.2)
@@ -191,19 +181,16 @@ def all_and_some(model, batch):
 
 
 def standardised(model, batch):
-    """By its own mean and deviation."""
     scores = model(batch[0])
     return F.cross_entropy((scores - scores.mean(0)) / (scores.std(0, correction=0) + 0.1), batch[1])
 
 
 def hardest(model, batch):
-    """The three largest losses."""
     losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
     return losses.topk(min(3, len(losses))).values.mean()
 
 
 def single_otherwise(model, batch):
-    """A single sample has no second term."""
     loss = mean_step(model, batch)
     return loss if len(batch[0]) == 1 else loss + model(batch[0]).square().mean()
 
@@ -237,7 +224,6 @@ class Scalar(nn.Module):
 
 
 def ratio(model, batch):
-    """A ratio of sums over the batch."""
     chance = model(batch[0]).sigmoid()
     return 1 - 2 * (chance[:, 0] * batch[1]).sum() / (chance.sum() + batch[1].sum())
 
@@ -365,7 +351,6 @@ CASES: dict[str, tuple[Any, Any, Any, Any, set[str]]] = {
 
 
 def model_square(model, batch):
-    """Another mean."""
     return model(batch[0]).square().mean()
 
 

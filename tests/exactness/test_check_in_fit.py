@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from splits import NOT_DETERMINISTIC, RIGHT, WRONG, Squeezes, sum_loss, with_batch_norm
+from splits import NOT_DETERMINISTIC, RIGHT, WRONG, sum_loss, with_batch_norm
 from torch import nn
 from workloads import Everything, Plain, bits_of, differences, make_batch, mean_step
 
@@ -16,7 +16,6 @@ from autobatch.testing import FakeDevice, oom_at
 
 
 def fit_case(case, **options):
-    """A plan that splits the case's step."""
     make_model, step, weigh, batch, *_ = case
     torch.manual_seed(0)
     return autobatch.fit(make_model(), 64, batch=batch, step=step, weigh=weigh, max_micro_batch=16, **options)
@@ -201,11 +200,6 @@ def test_noise_from_outside_torch_is_a_warning():
     assert not plan.verdict.causes
 
 
-def test_a_model_that_squeezes_its_batch_is_checked():
-    """Sizes from two samples on run, and so does the check."""
-    assert fit_case((Squeezes, mean_step, None, make_batch(16))).verdict.exact
-
-
 def test_the_check_stays_within_the_limit():
     """No more samples than are known to fit are compared."""
     model = RIGHT["plain"][0]()
@@ -218,7 +212,6 @@ def test_the_check_stays_within_the_limit():
 
 
 def parameter_bytes(model):
-    """Of all parameters."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -262,26 +255,6 @@ def test_the_check_takes_little_more_than_training_does(middle):
     assert plan.verdict.samples == 16
 
 
-def samples_run(**options):
-    """How many samples a fit runs through a model with BatchNorm, and its plan."""
-    seen = []
-
-    def step(model, batch):
-        seen.append(len(batch[0]))
-        return mean_step(model, batch)
-
-    return autobatch.fit(with_batch_norm(), 64, batch=make_batch(16), step=step, max_micro_batch=16, **options), seen
-
-
-def test_batch_norm_is_found_quickly():
-    """One division, its rounding, and the same with fixed statistics: five passes."""
-    plan, seen = samples_run()
-    _, without = samples_run(check=None)
-    assert sum(seen) - sum(without) == 5 * 16
-    assert "BatchNorm in train mode (1)" in plan.verdict.causes[0]
-    assert len(plan.verdict.partitions) == 1
-
-
 def test_batch_norm_does_not_hide_another_cause():
     """Where it does not explain the first division alone, all causes are looked for."""
     plan = fit_case((with_batch_norm, sum_loss, None, make_batch(16)))
@@ -305,13 +278,6 @@ def test_sizes_are_tried_in_train_mode_and_checked_in_the_users():
     assert trials >= len(tried.trials) * 2
     assert checked.verdict.exact
     assert not model.training
-
-
-def test_batch_norm_in_eval_mode_is_not_warned_of_where_nothing_was_compared():
-    """Its name is taken in the user's mode."""
-    plan = autobatch.fit(Everything().eval(), 64, batch=make_batch(1), step=mean_step, max_micro_batch=16)
-    assert plan.verdict.unchecked
-    assert not [warning for warning in plan.warnings if "exact" in warning]
 
 
 def test_a_retry_says_where_it_makes_the_gradient_inexact(caplog):

@@ -73,23 +73,6 @@ def test_a_sample_draws_the_same_in_the_whole_and_in_any_part(name, sizes):
     assert torch.equal(whole, parts)
 
 
-@pytest.mark.parametrize(
-    "name", ["rand", "randn", "uniform_", "normal", "normal_", "exponential_", "randn out", "gamma"]
-)
-def test_samples_draw_unlike_each_other(name):
-    """Otherwise an order made of draws would leave all samples where they are."""
-    whole, _ = draw_in_parts(DRAWS[name], (4, 4))
-    assert len({tuple(row) for row in whole.tolist()}) == 8
-
-
-@pytest.mark.parametrize("n", range(2, 10))
-def test_a_permutation_shows(n):
-    """Samples that are shuffled among themselves are still shuffled."""
-    with deterministic(nn.Linear(1, 1), []):
-        assert sorted(torch.randperm(n).tolist()) == list(range(n)) != torch.randperm(n).tolist()
-        assert torch.rand(n).argsort().tolist() != list(range(n))
-
-
 def test_autocast_does_nothing_and_the_users_object_is_as_before():
     """An autocast of the user's is off while the step is deterministic, and on again afterwards."""
     model, autocast = nn.Linear(4, 4), torch.autocast("cpu", dtype=torch.bfloat16)
@@ -105,15 +88,6 @@ def test_half_precision_is_wide_inside_only():
     with deterministic(model, [*model.parameters()]):
         assert model(torch.randn(3, 4).bfloat16()).dtype == torch.float32
     assert {tensor.dtype for tensor in (model.weight, model.running_mean)} == {torch.bfloat16}
-
-
-def test_widen_copies_and_keeps_the_wish_for_a_gradient():
-    """A widened tensor is another, in float32, which requires a gradient where the original does."""
-    tensor = torch.ones(2, dtype=torch.float16, requires_grad=True)
-    wide = widen(tensor)
-    assert wide.dtype == torch.float32
-    assert wide.requires_grad
-    assert wide.is_leaf
 
 
 def test_everything_is_float64_where_that_is_asked_for():
@@ -150,7 +124,6 @@ def test_precision_is_full_inside_and_can_be_read_by_the_older_switches(precisio
 
 
 def run_threads(*actions):
-    """All at once, to their ends."""
     threads = [threading.Thread(target=action) for action in actions]
     for thread in threads:
         thread.start()

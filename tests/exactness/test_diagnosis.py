@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.batch.samples import describe
-from autobatch.exactness.comparison import partitions_of
-from autobatch.exactness.gradients import TOLERANCE, Scales, distances, norms
+from autobatch.exactness.gradients import TOLERANCE, Scales
 from autobatch.exactness.loss_weights import units_of
-
-
-@given(st.integers(1, 64), st.integers(1, 2))
-def test_every_partition_has_all_samples_in_parts_that_are_not_too_small(samples, smallest):
-    """Parts sum to the samples, none is below the smallest, and no partition is the whole."""
-    partitions = partitions_of(samples, smallest)
-    assert bool(partitions) == (samples >= 2 * smallest)
-    assert all(sum(sizes) == samples and min(sizes) >= smallest and len(sizes) > 1 for sizes in partitions)
-    assert len(set(partitions)) == len(partitions)
-
-
-def test_a_distance_counts_a_missing_gradient_as_zero():
-    """None and zeros are the same gradient; nan is never near."""
-    ones, nothing = [torch.ones(4), None], [None, torch.zeros(2)]
-    assert distances([None, None], nothing) == [0, 0]
-    assert distances(nothing, ones) == distances(ones, nothing) == [2, 0]
-    assert math.isnan(distances([torch.ones(4) * math.nan, None], ones)[0])
-    assert norms(ones) == [2, 0]
 
 
 @given(

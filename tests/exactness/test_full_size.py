@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from sampling import sample
 from splits import RIGHT, small, token_mean, tokens
 from texts import Reader, count_tokens, length_of, make_texts, read_step
@@ -26,15 +24,13 @@ import autobatch
 from autobatch.batch.samples import describe
 from autobatch.errors import InexactSplit
 from autobatch.exactness.comparison import SplitComparison
-from autobatch.exactness.verification import Planned, compare_few, compare_many, divisions_of, halvings, verify
+from autobatch.exactness.verification import Planned, compare_few, compare_many, verify
 from autobatch.memory.cpu import CpuDevice
-from autobatch.planning.division import balance
 from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice, oom_at
 
 
 def losses_of(model, batch):
-    """One loss a sample."""
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
@@ -314,34 +310,3 @@ def test_a_plan_that_does_not_split_is_compared_with_what_a_retry_would_run():
     assert plan.micro_batch_sizes == (64,)
     assert not plan.verdict.exact
     assert not [warning for warning in plan.warnings if "exact" in warning]
-
-
-def test_its_seconds_are_the_verdicts():
-    """The time of both comparisons is reported, and the record survives its file."""
-    plan = autobatch.fit(small(), 64, batch=make_batch(64), step=mean_step, max_micro_batch=16)
-    assert 0 < plan.verdict.seconds < plan.seconds
-    assert "64 samples in 4 parts of up to 16" in str(plan.verdict)
-    assert autobatch.Plan.model_validate_json(plan.model_dump_json()) == plan
-
-
-@given(st.integers(2, 3000), st.integers(1, 2))
-def test_halvings_are_a_division(samples, smallest):
-    """All samples are in parts that the model can run, and where there can be two parts there are."""
-    sizes = halvings(samples, smallest)
-    assert sum(sizes) == (samples if samples >= 2 * smallest else 0)
-    assert all(size >= smallest for size in sizes)
-    assert len(sizes) != 1
-
-
-@given(st.integers(2, 3000), st.data())
-def test_what_is_compared_at_full_size_is_within_what_fits(target, data):
-    """The plan's own division of the whole target where that fits, else planned micro-batches or parts of one."""
-    size = data.draw(st.integers(1, target))
-    most = data.draw(st.integers(size, 2 * target))
-    compared = data.draw(st.integers(1, 16))
-    divisions = [*divisions_of(Planned(target, size, most), compared)]
-    assert all(len(sizes) > 1 and max(sizes) <= size and sum(sizes) <= min(target, most) for sizes in divisions)
-    wholes = [sum(sizes) for sizes in divisions]
-    assert wholes == sorted(wholes, reverse=True)
-    if target <= most and target > max(size, compared):
-        assert divisions[0] == balance(target, size)

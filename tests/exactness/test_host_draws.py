@@ -24,7 +24,6 @@ class Masked(nn.Module):
         self.linear, self.draw = nn.Linear(5, 3), draw
 
     def forward(self, x):
-        """A mean over samples."""
         drawn = torch.as_tensor(np.asarray(self.draw(len(x)), dtype=np.float32))
         return (self.linear(x) * drawn.reshape(-1, 1)).square().mean()
 
@@ -83,7 +82,6 @@ EXACT = {
 
 
 def shuffled():
-    """Numbers in another order."""
     numbers = [1, 2, 3, 4]
     random.shuffle(numbers)
     return numbers
@@ -170,12 +168,10 @@ def test_each_draw_is_one_that_its_call_can_return():
 
 
 def mixed(model, x):
-    """Pairs samples by what NumPy draws."""
     return (model.linear(x) * model.linear(x)[torch.from_numpy(np.random.permutation(len(x)))].detach()).mean()
 
 
 def reordered(model, x):
-    """Pairs samples by what Python draws."""
     order = [*range(len(x))]
     random.shuffle(order)
     return (model.linear(x) * model.linear(x)[order].detach()).mean()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,14 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from workloads import bits_of, differences, make_batch, mean_step
 
-import autobatch
-from autobatch.batch.samples import describe
-from autobatch.errors import InexactSplit
-from autobatch.exactness.determinism import deterministic
-from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.verification import verify
-from autobatch.memory.devices import find_device
-from autobatch.step.workload import Workload
 
 
 class Gated(nn.Module):
@@ -75,7 +67,6 @@ def ratios_of(model: Any, batch: Any, reference: Any) -> tuple[torch.Tensor, tor
 
 
 def sorted_differences(first, second):
-    """Both sides are sorted over the batch."""
     return -F.logsigmoid(0.1 * (first.sort().values - second.sort().values)).mean()
 
 
@@ -86,7 +77,6 @@ def less_divergence(first, second):
 
 
 def each_by_itself(first, second):
-    """No sample looks at another."""
     return -F.logsigmoid(0.1 * (first - second)).mean()
 
 
@@ -151,7 +141,6 @@ def oracle(model: nn.Module, step: Any, batch: Any) -> float:
 
 
 def oracle_of(model: nn.Module, step: Any, batch: Any, seed: int) -> float:
-    """The same, moved in one way."""
     model = copy.deepcopy(model).double()
     batch = (batch[0].double(), batch[1])
     generator = torch.Generator().manual_seed(seed)
@@ -199,17 +188,6 @@ def weights_like(layer, inputs):
     return layer.weight.to(inputs.dtype), None if layer.bias is None else layer.bias.to(inputs.dtype)
 
 
-@pytest.mark.parametrize("samples", sample([3, 2, 8, 16, 64], 2))
-@pytest.mark.parametrize("name", ["sorted differences", "a divergence of the batch", "a gate"])
-def test_fit_raises_before_the_first_step(name, samples):
-    """As with every other loss that compares samples."""
-    make_model, step, _ = CASES[name]
-    batch = make_batch(samples)
-    options = {"batch": batch, "step": step, "max_micro_batch": max(1, samples // 2), "reuse": False}
-    with pytest.raises(InexactSplit):
-        autobatch.fit(make_model(), samples, check="raise", **options)
-
-
 def test_coupling_that_shows_at_once_is_not_called_hidden():
     """Only what the values of the parameters hide is said to be hidden."""
     assert "once they have moved" not in str(verify(small(), make_batch(16), info_nce))
@@ -231,7 +209,6 @@ def refuses(model, batch):
 
 
 def overflows(model, batch):
-    """A loss that is infinite with others."""
     return mean_step(model, batch) * (1.0 if knows(model) else float("inf"))
 
 
@@ -240,37 +217,3 @@ def test_a_step_that_does_not_run_with_other_values_is_judged_by_its_own(step):
     """It is no error of the user's."""
     verdict = verify(small(), make_batch(16), step)
     assert verdict.exact, str(verdict)
-
-
-@pytest.mark.parametrize("error", [None, KeyError])
-def test_parameters_move_to_both_sides_and_come_back_bit_for_bit(error):
-    """Also those that are 0, and also where the block ends in an error; those without a gradient stay."""
-    model = Gated(gate=4)
-    with torch.no_grad():
-        model.body[2].bias.zero_().neg_()  # -0.0
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with (
-        measuring(model, mean_step, make_batch(16)) as measured,
-        pytest.raises(KeyError) if error else nullcontext(),
-        measured.moved() as mirror,
-    ):
-        against = [parameter.detach().clone() for parameter in model.parameters()]
-        mirror()
-        along = [parameter.detach().clone() for parameter in model.parameters()]
-        if error:
-            raise error
-    for name, old, one, other, now in zip(
-        [name for name, _ in model.named_parameters()], before, against, along, model.parameters(), strict=True
-    ):
-        assert torch.equal(old.view(torch.int32), now.detach().view(torch.int32))
-        assert torch.equal(old, one) == name.startswith("branch"), name
-        torch.testing.assert_close(one + other, 2 * old)
-
-
-@contextmanager
-def measuring(model, step, batch):
-    """As a comparison does."""
-    workload = Workload(model, step)
-    device = find_device(workload.parameters(), "model", None)
-    with deterministic(model, workload.parameters()) as random:
-        yield Measurement(workload, device, describe(batch).spread(16), random)

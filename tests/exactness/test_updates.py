@@ -17,7 +17,6 @@ RATE = 0.05
 
 
 def linears(model):
-    """Its linear layers."""
     return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
@@ -86,8 +85,6 @@ class Preconditioned(Gathers):
 
 
 class LastPass(Gathers):
-    """Reads the last pass alone."""
-
     @torch.no_grad()
     def step(self, closure=None):
         for layer, passes in self.passes.items():
@@ -296,23 +293,6 @@ def test_the_comparison_leaves_no_trace(make):
     )
     assert differences(bits_of(model, optimizer), before) == []
     assert not steps
-
-
-def test_the_comparison_takes_two_steps_of_a_right_optimizer():
-    """On at most 16 samples each; the rest of a fit does not grow."""
-    seen = {"steps": 0}
-
-    class Counted(torch.optim.SGD):
-        def step(self, closure=None):
-            seen["steps"] += 1
-            return super().step()
-
-    counts = []
-    for check in (None, "warn"):
-        seen["steps"] = 0
-        fit_with(lambda model: Counted(model.parameters(), lr=RATE), check=check)
-        counts.append(seen["steps"])
-    assert counts[1] - counts[0] == 2
 
 
 @pytest.mark.parametrize("run", ["fit", "Runner"])

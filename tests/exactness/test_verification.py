@@ -29,10 +29,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from workloads import Everything, Plain, bits_of, differences, limited, make_batch, mean_step
 
-import autobatch
-from autobatch.errors import InexactSplit
 from autobatch.exactness.verification import verify
-from autobatch.records import Verdict
 
 
 def of_losses(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -191,16 +188,6 @@ def test_a_part_that_raises_where_all_samples_run_is_not_checked(samples):
     assert verdict.unchecked.startswith(f"the step raised an error at {min(samples, 16) - 1} samples (RuntimeError")
 
 
-def test_fit_says_by_its_type_what_a_part_raises():
-    """The plan is stored with its verdict, and the text of the user's error may be anything."""
-    batch = make_batch(64)
-    plan = autobatch.fit(small(), 64, batch=batch, step=interleaved, max_micro_batch=16, check="warn", reuse=False)
-    expected = "the step raised an error at 15 samples (RuntimeError; its text is in the log)"
-    assert plan.verdict.unchecked == expected
-    with pytest.raises(InexactSplit, match="at 15 samples"):
-        autobatch.fit(small(), 64, batch=batch, step=interleaved, max_micro_batch=16, check="raise", reuse=False)
-
-
 @pytest.mark.parametrize("refused", [0, 5, 15])
 def test_a_single_sample_that_cannot_run_is_never_by_itself(refused):
     """As a graph without edges: parts of two samples and more are compared."""
@@ -270,14 +257,6 @@ def test_what_a_backward_pass_draws_again_is_the_same_draw(samples):
     verdict = verify(Recomputes(), make_batch(samples), mean_step)
     assert verdict.exact, str(verdict)
     assert unused
-
-
-def test_a_pair_as_one_sample_is_exact():
-    """As the message advises."""
-    inputs, labels = make_batch(64)
-    batch = inputs.reshape(32, 2, -1), labels.reshape(32, 2), torch.arange(64).reshape(32, 2) // 2
-    verdict = verify(small(), batch, lambda model, part: pulled_together(model, [one.flatten(0, 1) for one in part]))
-    assert verdict.exact, str(verdict)
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -389,21 +368,6 @@ def test_a_step_that_refuses_few_samples_is_named_for_it():
     assert verdict.unchecked == "the step raised an error at 2 samples (ValueError: too small)"
 
 
-@pytest.mark.parametrize("refusal", [ValueError("too small"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
-def test_another_error_at_few_samples_is_not_taken_for_the_one_that_came(refusal):
-    """As BatchNorm's at one sample, where the step refuses the dtype of the comparison."""
-
-    def step(model, batch):
-        if batch[0].dtype is not torch.bfloat16:
-            raise TypeError("this kernel runs in bfloat16 only")
-        if len(batch[0]) < 5:
-            raise refusal
-        return mean_step(model, batch)
-
-    verdict = verify(small().bfloat16(), make_batch(16, torch.bfloat16), step)
-    assert verdict.unchecked == "the step cannot be made deterministic (TypeError: this kernel runs in bfloat16 only)"
-
-
 @pytest.mark.parametrize("name", NOT_DETERMINISTIC)
 def test_a_step_that_runs_and_cannot_be_held_still_gives_no_verdict(name):
     """It is not the step's fault, so it is not raised, and the verdict says so."""
@@ -411,24 +375,6 @@ def test_a_step_that_runs_and_cannot_be_held_still_gives_no_verdict(name):
     verdict = verify(make_model(), batch, step, weigh)
     assert "the step cannot be made deterministic" in verdict.unchecked
     assert reason in verdict.unchecked
-
-
-class Opaque:
-    """Says of each number whether it is equal, as data frames do."""
-
-    def __init__(self, start: int) -> None:
-        self.values = torch.arange(3) + start
-
-    def __eq__(self, other):
-        return self.values == other.values
-
-    __hash__ = None
-
-
-def test_samples_that_cannot_be_compared_count_as_different():
-    """No error comes of asking whether they are alike."""
-    batch = (torch.ones(16, 6), [Opaque(index) for index in range(16)], torch.zeros(16, dtype=torch.long))
-    assert verify(small(), batch, lambda model, part: F.cross_entropy(model(part[0]), part[2])).exact
 
 
 def test_the_modes_are_the_users():
@@ -444,12 +390,6 @@ def test_a_part_without_labels_is_not_exact():
     verdict = verify(small(), batch, token_mean)
     assert not verdict.exact
     assert "!= -100" in verdict.causes[0]
-
-
-def test_a_verdict_is_one_line():
-    """Whatever it says, it fits a log."""
-    verdict = Verdict(exact=True, relative_error=1e-7, samples=16, partitions=((1, 15),))
-    assert str(verdict) == "splitting is exact: 16 samples in 1 division, relative error 1.0e-07"
 
 
 @pytest.mark.parametrize(

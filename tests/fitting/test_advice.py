@@ -78,7 +78,6 @@ def test_what_was_passed_is_never_advised(name, step):
 
 
 def coupled(model, batch):
-    """What no count mends."""
     hidden = F.normalize(model(batch["x"]).mean(1), dim=1)
     return F.cross_entropy(5 * hidden @ hidden.T, torch.arange(len(hidden)))
 
@@ -115,7 +114,6 @@ class Detector(nn.Module):
 
 
 def box_mean(model, batch):
-    """The mean over boxes."""
     images, targets = batch
     return F.cross_entropy(model(images, targets), torch.cat([target["labels"] for target in targets]))
 

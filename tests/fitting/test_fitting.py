@@ -27,7 +27,7 @@ from workloads import (
 )
 
 import autobatch
-from autobatch.errors import DoesNotFit, NeedsBatch
+from autobatch.errors import DoesNotFit
 from autobatch.memory.cpu import CpuDevice
 from autobatch.records import Tenant
 from autobatch.step.workload import Workload
@@ -239,12 +239,6 @@ def test_a_model_whose_first_layer_tells_needs_no_batch():
     assert "no optimizer= was given" in text
 
 
-def test_a_model_that_does_not_tell_needs_a_batch():
-    """A convolution leaves height and width open: the error says what to pass."""
-    with pytest.raises(NeedsBatch, match="batch="):
-        autobatch.fit(nn.Sequential(nn.Conv2d(3, 4, 3)), target_batch=256)
-
-
 def test_batch_norm_is_warned_of_only_when_the_batch_is_split():
     """The one common layer that no weighting makes exact is named in the plan."""
     model = Everything()
@@ -389,20 +383,6 @@ def test_a_budget_above_what_is_there_is_cut_and_said():
     assert any("4000GiB" in warning for warning in plan.warnings)
 
 
-def test_an_expensive_whole_batch_is_left_out_and_said():
-    """A batch that would fill the device by itself is not held whole in the trials, and the plan says what to do."""
-    device = CpuDevice()
-    gc.collect()
-    model = nn.Linear(1000, 2)
-    device.watch(model.parameters())
-    budget = device.usage().allocated + 3_000_000
-    plan = autobatch.fit(
-        model, 1000, batch=torch.zeros(2, 1000), step=lambda m, x: m(x).mean(), budget=budget, optimizer=None
-    )
-    assert any("runner.step_over()" in warning for warning in plan.warnings)
-    assert plan.accumulation_steps > 1
-
-
 def test_weights_are_not_trained_by_a_scheduler_or_a_hooked_optimizer():
     """A scheduler's wrapper around ``optimizer.step`` and the optimizer's hooks are as they were."""
     model = Plain(torch.float32)
@@ -476,20 +456,6 @@ def test_the_default_budget_counts_what_the_process_holds():
     assert held[0] >= before + 4_000_000
 
 
-def test_a_step_that_writes_into_its_batch_does_not_reach_the_users():
-    """It is refused at the first trial, on a copy."""
-    inputs, labels = make_batch(8)
-    kept = inputs.clone()
-
-    def step(model, batch):
-        batch[0].div_(255)
-        return mean_step(model, batch)
-
-    with pytest.raises(autobatch.InvalidArgument, match="wrote into its batch"):
-        autobatch.fit(Plain(torch.float32), 8, batch=(inputs, labels), step=step)
-    assert torch.equal(inputs, kept)
-
-
 def test_an_example_whose_first_samples_weigh_nothing_is_tried_all_the_same():
     """Memory does not depend on which labels count."""
     inputs, labels = make_batch(64)
@@ -553,3 +519,17 @@ def test_the_runner_reads_lists_as_the_plans_example_was_read():
     result = autobatch.Runner(plan, model, step, None).accumulate(batch)
     assert sum(result.micro_batch_sizes) == 11
     assert relative_error(gradients_of(model), expected) <= 1e-5
+
+
+def test_an_expensive_whole_batch_is_left_out_and_said():
+    """A batch that would fill the device by itself is not held whole in the trials, and the plan says what to do."""
+    device = CpuDevice()
+    gc.collect()
+    model = nn.Linear(1000, 2)
+    device.watch(model.parameters())
+    budget = device.usage().allocated + 3_000_000
+    plan = autobatch.fit(
+        model, 1000, batch=torch.zeros(2, 1000), step=lambda m, x: m(x).mean(), budget=budget, optimizer=None
+    )
+    assert any("runner.step_over()" in warning for warning in plan.warnings)
+    assert plan.accumulation_steps > 1

@@ -61,13 +61,11 @@ def make_loader(collate):
 
 
 def pad_texts(texts):
-    """To the longest of them."""
     padding = {"tokens": 0, "mask": 0, "labels": -100}
     return {key: pad_sequence([text[key] for text in texts], True, value) for key, value in padding.items()}
 
 
 def read_each(model, texts):
-    """Samples in a list."""
     losses = [read_step(model, {key: value[None] for key, value in text.items()}) for text in texts]
     return torch.stack(losses).mean()
 

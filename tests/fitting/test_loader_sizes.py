@@ -25,22 +25,16 @@ DATA = TensorDataset(*make_batch(64, torch.float64))
 
 
 class Stream(IterableDataset):
-    """Of no known length."""
-
     def __iter__(self):
         yield from DATA
 
 
 class LongStream(Stream):
-    """It says how long it is."""
-
     def __len__(self):
         return len(DATA)
 
 
 class Silly(TensorDataset):
-    """Its length cannot be asked for."""
-
     def __len__(self):
         raise NotImplementedError
 
@@ -123,7 +117,6 @@ def test_a_shared_dataset_that_is_too_small():
 
 
 def fit(batch, target, call):
-    """With no memory limit."""
     model = Plain(torch.float64)
     options = {
         "batch": batch,

@@ -22,7 +22,6 @@ MIB = 2**20
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A ledger of its own, turned on."""
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
     monkeypatch.setenv("AUTOBATCH_LEDGER", "on")
     return tmp_path
@@ -44,17 +43,14 @@ def make(width=512, **changes):
 
 
 def step(model, batch):
-    """A mean loss."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def other_step(model, batch):
-    """Another one."""
     return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
 
 
 def warnings_of(caplog):
-    """What was said of remembered plans."""
     return [line for line in caplog.messages if "of an earlier run" in line]
 
 
@@ -176,7 +172,6 @@ class Grows(nn.Module):
 
 
 def sum_step(model, rows):
-    """A loss of the model's own."""
     return model(rows) / len(rows)
 
 
@@ -280,37 +275,3 @@ def test_an_interrupt_ends_a_run_as_interrupted(home):
         runner.step(arguments["batch"])
     [run] = Store(home).runs_of(plan.id)
     assert (run.outcome, run.reason) == ("interrupted", "KeyboardInterrupt")
-
-
-def test_nothing_of_the_users_errors_is_kept(home):
-    """Also of one that only the check of the split meets."""
-    arguments = make()
-    calls = []
-
-    def fails_held_still(model, batch):
-        calls.append(len(batch[0]))
-        if batch[0].dtype == torch.float64 or len(batch[0]) in {4, 16}:
-            raise ValueError("cannot read /home/alice/patients.csv row: 'Alice Smith'")
-        return step(model, batch)
-
-    arguments["step"] = fails_held_still
-    plan = autobatch.fit(**arguments)
-    assert plan.verdict is not None
-    [file] = [path for path in home.rglob("*") if path.is_file()]
-    assert b"Alice" not in file.read_bytes()
-
-
-@pytest.mark.usefixtures("home")
-def test_a_plan_at_the_very_limit_is_confirmed():
-    """Its trial needs no more than training does: not even a copy of its own batch."""
-
-    def fit(limit):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(2304, 8), nn.ReLU(), nn.Linear(8, 4))
-        images = torch.randn(256, 2304), torch.randint(4, (256,))
-        return autobatch.fit(model, 256, batch=images, step=step, budget=limit, headroom=0, check=None)
-
-    first = fit("64MiB")
-    tight = fit(first.peak_bytes)  # all there is, to the byte
-    assert tight.micro_batch_sizes == first.micro_batch_sizes == (256,)
-    assert tight.confirms == first.id

@@ -35,7 +35,6 @@ def bytes_on(device, count):
 
 
 def reserved_on(device):
-    """What the allocator holds now, in bytes."""
     return torch.cuda.memory_reserved(device.torch_device)
 
 

@@ -23,7 +23,6 @@ UNIT = 2**21
 
 
 def make(space, channels, size, kernel, groups, *, transposed=False, last=False, dtype=torch.float32, samples=8):
-    """Input and weight on the card."""
     inputs = torch.empty(samples, channels, *[size] * space, device="cuda", dtype=dtype)
     shape = (channels, 128 // groups) if transposed else (2 * channels, channels // groups)
     weight = torch.empty(*shape, *[kernel] * space, device="cuda", dtype=dtype)

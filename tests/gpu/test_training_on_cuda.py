@@ -47,7 +47,6 @@ class Convolutions(nn.Module):
 
 
 def image_step(model, batch):
-    """Cross entropy, the mean over images."""
     images, labels = batch
     return F.cross_entropy(model(images), labels)
 

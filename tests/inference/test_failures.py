@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import random
-import subprocess
-import sys
 import weakref
 from collections import Counter
 
@@ -34,7 +30,6 @@ def make_net():
 
 
 def as_tensor(results):
-    """Of a batch or of samples."""
     return results if isinstance(results, torch.Tensor) else torch.stack(list(results))
 
 
@@ -166,8 +161,6 @@ class Unreadable(Exception):
 
 
 def refuse(row):
-    """A function that raises for one sample."""
-
     def check(piece):
         if (piece[:, 0] == INPUTS[row, 0]).any():
             raise Unreadable("cannot be read")
@@ -230,40 +223,6 @@ def test_an_error_that_no_sample_raises_alone_names_the_piece():
     assert caught.value.sample_index is None
     assert "samples 2 to" in caught.value.__notes__[0]
     assert torch.equal(caught.value.results, INPUTS[caught.value.done])
-
-
-def look_up(tensor):
-    """Raises; its frame holds the tensor."""
-    raise KeyError(len(tensor))
-
-
-def hide_in_context(tensor):
-    """An error that hides the one it comes from."""
-    try:
-        look_up(tensor)
-    except KeyError:
-        raise Unreadable("cannot be read") from None
-
-
-@pytest.mark.parametrize("is_hidden", [False, True])
-def test_nothing_of_a_piece_with_a_bad_item_is_held(is_hidden):
-    """While its halves run; the error of the sample that raises alone keeps its frames."""
-    held, alive = [], []
-
-    def check(piece):
-        alive.append([one() for one in held if one() is not None])
-        held.append(weakref.ref(tensor := torch.zeros(len(piece), 100)))
-        if (piece[:, 0] == INPUTS[27, 0]).any():
-            if is_hidden:
-                hide_in_context(tensor)
-            raise Unreadable("cannot be read")
-        return piece
-
-    with pytest.raises(Unreadable) as caught:
-        autobatch.map(check, INPUTS)
-    assert alive == [[] for _ in held]
-    assert caught.value.sample_index == 27
-    assert "tensor" in caught.traceback[-1].locals
 
 
 def test_memory_that_ends_in_the_search_hides_no_error():
@@ -329,22 +288,7 @@ def test_a_fatal_error_is_not_looked_for_in_single_samples():
     assert caught.value.sample_index is None
 
 
-def test_an_error_holds_no_frames_of_ours_afterwards():
-    """Once it is handled nothing of the call is alive: no cycle keeps the user's tensors."""
-    net = make_net()
-    alive = weakref.ref(net)
-    gc.disable()
-    try:
-        with contextlib.suppress(RuntimeError):
-            autobatch.map(net, INPUTS[:, :3])
-        del net
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
 def write(piece):
-    """In place."""
     return piece.mul_(2)
 
 
@@ -392,16 +336,6 @@ def test_a_function_does_not_change_the_user_s_arrays(kind, is_short):
     assert np.array_equal(rows, INPUTS.numpy())
 
 
-def test_a_copy_of_an_array_may_be_written():
-    """Rows that by_length() sorts are copies, and read-only arrays need no watch."""
-    numbers = np.arange(20.0)
-    doubled = autobatch.map(lambda piece: np.multiply(piece, 2, out=piece), numbers, cut=by_length([1] * 20))
-    assert np.array_equal(doubled, 2 * np.arange(20))
-    numbers.flags.writeable = False
-    assert np.array_equal(autobatch.map(lambda piece: piece * 2, numbers), doubled)
-    assert np.array_equal(numbers, np.arange(20))
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's, of tensors of such kinds
 @pytest.mark.parametrize(
     ("fn", "shown"),
@@ -430,12 +364,10 @@ def as_nested(x):
 
 
 def as_jagged(x):
-    """Of torch's second kind."""
     return torch.nested.nested_tensor([*x], layout=torch.jagged)
 
 
 def as_quantized(x):
-    """One scale for all rows."""
     return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
 
 
@@ -462,28 +394,6 @@ def test_tensors_that_torch_cannot_fill_are_refused_where_results_are_put_togeth
     assert all(type(result) is type(make(INPUTS)) for result in given.values())
 
 
-def test_an_iterator_that_is_left_at_the_end_of_the_program_ends_in_silence():
-    """Python closes it when its modules are empty already."""
-    program = (
-        "import itertools, autobatch; it = autobatch.map(lambda piece: piece * 2, itertools.count()); "
-        "print(int(next(it)))"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], check=True, timeout=200, capture_output=True, text=True)
-    assert (ended.stdout, ended.stderr) == ("0\n", "")
-
-
-@pytest.mark.parametrize("samples", [INPUTS, list(INPUTS)], ids=["batch", "samples"])
-@pytest.mark.parametrize(
-    "lengths",
-    [5, {0: 1}, {1, 2}, (1 for _ in INPUTS), "a" * SAMPLES, torch.tensor(3), [1] * (SAMPLES - 1), [1] * (SAMPLES + 1)],
-    ids=["int", "dict", "set", "generator", "text", "number", "too few", "too many"],
-)
-def test_lengths_that_are_not_one_a_sample_are_refused_before_anything_is_run(lengths, samples):
-    """When ``map`` is called, and not as an error of a sample."""
-    with pytest.raises(InvalidArgument, match=r"^by_length\(.* (pass a function|lengths for 40 samples)"):
-        autobatch.map(lambda piece: pytest.fail("called"), samples, cut=by_length(lengths))
-
-
 def test_lengths_that_end_early_lose_no_sample():
     """``next()`` of nothing raises what also ends an iterator: it is an error of that sample."""
     texts = ["a>", "b>", "c", "d>"]
@@ -495,12 +405,6 @@ def test_lengths_that_end_early_lose_no_sample():
         with pytest.raises(InvalidArgument, match="for sample 2") as caught:
             list(autobatch.map(list, texts, cut=by_length(find), **options))
         assert caught.value.sample_index == 2
-
-
-def test_a_length_of_several_numbers_is_refused():
-    """In words, not as an error of the tensor."""
-    with pytest.raises(InvalidArgument, match="as a sample's length"):
-        autobatch.map(torch.neg, INPUTS, cut=by_length(torch.ones(SAMPLES, 2, dtype=torch.int)))
 
 
 def test_pieces_that_are_no_one_result_are_refused():
@@ -515,39 +419,6 @@ def test_pieces_that_are_no_one_result_are_refused():
     assert len(list(autobatch.map(grow, iter(INPUTS)))) == SAMPLES
     with pytest.raises(InvalidArgument, match="of 2 results as the result, and a tuple of 1 result for the"):
         autobatch.map(lambda piece: (piece,) if len(piece) == 2 else (piece, +piece), INPUTS)
-
-
-SEVERAL = {
-    "other keys": (
-        {"a": 1, "b": 2},
-        {"a": 1, "c": 2},
-        r'a dict with \["a"\], \["c"\] as the result, .*\["a"\], \["b"\]',
-    ),
-    "fewer keys": ({"a": 1, "b": 2}, {"a": 1}, r'a dict with \["a"\] as the result'),
-    "a tuple and a dict": ((1, 2), {0: 1, 1: 2}, r"a dict with \[0\], \[1\] as the result, and a tuple of 2 results"),
-    "a dict and a tensor": ({"a": 1}, 1, r'a Tensor of .* as the result, and a dict with \["a"\] for'),
-    "a tensor and a dict": (
-        (1, 1),
-        (1, {"a": 1}),
-        r'a dict with \["a"\] as the result\[1\], and a Tensor of torch.float32',
-    ),
-    "inside": ({"x": {"a": 1}}, {"x": {"b": 1}}, r'\["b"\] as the result\["x"\]'),
-}
-
-
-def fill(tree, piece):
-    """The same containers with a multiple of the piece for each number."""
-    if isinstance(tree, dict):
-        return {key: fill(value, piece) for key, value in tree.items()}
-    return tuple(fill(value, piece) for value in tree) if isinstance(tree, tuple) else tree * piece
-
-
-@pytest.mark.parametrize("kind", SEVERAL)
-def test_pieces_with_other_keys_are_refused(kind):
-    """Joined by position, one key's results would be another's."""
-    first, later, shown = SEVERAL[kind]
-    with pytest.raises(InvalidArgument, match=shown):
-        autobatch.map(lambda piece: fill(first if len(piece) == 2 else later, piece), INPUTS)
 
 
 def test_the_order_of_keys_is_that_of_the_first_piece():

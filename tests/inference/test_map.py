@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -29,16 +28,12 @@ INPUTS = torch.arange(SAMPLES * 3.0).reshape(SAMPLES, 3)
 
 
 class Pair(NamedTuple):
-    """A result with names."""
-
     left: torch.Tensor
     right: torch.Tensor
 
 
 @dataclass
 class Record:
-    """A result with fields."""
-
     sums: torch.Tensor
     names: list[str]
 
@@ -68,12 +63,10 @@ def small_device(most=5):
 
 
 def double(batch):
-    """Something of each sample alone."""
     return 2 * batch
 
 
 def run(fn, batch, **options):
-    """In pieces of at most five."""
     return autobatch.map(fn, batch, **{"device": small_device(), "headroom": 0, **options})
 
 
@@ -103,7 +96,6 @@ def test_a_batch_gives_what_the_function_gives_for_the_whole(fn, of_tensor):
 
 
 def flat(result):
-    """Leaves as lists, in order."""
     if isinstance(result, torch.Tensor | np.ndarray):
         return [result.tolist()]
     if isinstance(result, dict):
@@ -170,12 +162,6 @@ def test_a_loader_s_batches_are_cut_and_not_joined():
     assert [float(result) for result in results] == [0.0] * SAMPLES
     boundaries = set(itertools.accumulate(device.ran_sizes))
     assert boundaries >= {8, 16, 24, 32, SAMPLES}
-
-
-def test_texts_are_samples():
-    """A list of texts goes to the function as a list of texts."""
-    texts = [f"text {number}" for number in range(SAMPLES)]
-    assert list(run(lambda piece: [text.upper() for text in piece], texts)) == [text.upper() for text in texts]
 
 
 def test_samples_are_collated_by_the_user_s_own_function():
@@ -285,12 +271,10 @@ def test_short_samples_run_in_larger_pieces():
 
 
 def call(model, inputs):
-    """A function that reaches a model."""
     return model(inputs)
 
 
 def call_in_train_mode(model, inputs):
-    """One that says itself in which mode."""
     model.train()
     return model(inputs)
 
@@ -331,29 +315,16 @@ class Holder:
             setattr(self, name, value)
 
     def in_dict(self, piece):
-        """By a dict."""
         return self.models["net"](piece)
 
     def in_slot(self, piece):
-        """By a slot."""
         return self.slot(piece)
 
     def of_class(self, piece):
-        """By an attribute of the class."""
         return self.shared(piece)
 
     def in_part(self, piece):
-        """By a part of it."""
         return self.part.models["net"](piece)
-
-
-class Slotted:
-    """An object that has slots alone."""
-
-    __slots__ = ("models", "unused")
-
-    def __init__(self, net):
-        self.models = {"net": net}
 
 
 MUCH = {
@@ -378,46 +349,6 @@ def test_a_model_is_found_beside_much_else(much, caplog):
         autobatch.map(build(model, MUCH[much]()), INPUTS)
         assert set(model.calls) == {(False, False, False)}
     assert "objects" not in caplog.text
-
-
-def test_a_model_is_found_in_slots_classes_and_modules(monkeypatch):
-    """Where Python looks a name up, the model is found too."""
-    library = ModuleType("library")
-    library.inner = ModuleType("library.inner")
-    monkeypatch.setitem(globals(), "imported", library)
-    for place in ("slot", "slots alone", "class", "class by name", "module", "module by name", "module of a module"):
-        model = Moody()
-        library.net, library.inner.net = Moody(), Moody()
-        monkeypatch.setattr(Holder, "shared", model if place.startswith("class") else Moody(), raising=False)
-        if place.startswith("module"):
-            monkeypatch.setattr(library.inner if place == "module of a module" else library, "net", model)
-        fn = {
-            "slot": Holder(slot=model).in_slot,
-            "slots alone": Holder(part=Slotted(model)).in_part,
-            "class": Holder().of_class,
-            "class by name": lambda piece: Holder.shared(piece) + 0,
-            "module": lambda piece: library.net(piece) + 0,
-            "module by name": lambda piece: imported.net(piece) + 0,  # noqa: F821
-            "module of a module": lambda piece: library.inner.net(piece) + 0,
-        }[place]
-        autobatch.map(fn, INPUTS)
-        assert set(model.calls) == {(False, False, False)}, place
-
-
-def test_what_is_not_searched_is_named_once(caplog):
-    """Beyond a limit modules are not found: the log says so, once."""
-    mapping._warn_of_more_objects.cache_clear()
-    model = Moody()
-    holder = Holder(rows=[[object()] for _ in range(12_000)], part=model)
-    for _ in range(2):
-        autobatch.map(lambda piece: holder.rows[:0] or holder.part(piece), INPUTS)
-    assert set(model.calls) == {(False, False, False)}  # it is nearer
-    [text] = [record.getMessage() for record in caplog.records if "objects" in record.getMessage()]
-    assert text == (
-        "map: fn reaches more than 10,000 objects, and the rest was not searched for modules: any there "
-        "keeps its mode, also train mode; pass the module itself as fn, hold fewer objects beside it, or call .eval() "
-        "on it"
-    )
 
 
 def test_modes_are_the_user_s_between_results():
@@ -447,14 +378,6 @@ def test_results_carry_no_graph_and_can_be_trained_on():
     assert model.weight.grad is None
 
 
-def test_a_function_may_use_inference_mode_itself():
-    """Its results are joined like others."""
-    model = nn.Linear(3, 2)
-    result = run(torch.inference_mode()(partial(call, model)), INPUTS)
-    assert torch.allclose(result, model(INPUTS), atol=1e-4)
-    assert not result.is_inference()
-
-
 def test_a_module_takes_a_mapping_as_keywords():
     """As models of Hugging Face do."""
 
@@ -471,14 +394,6 @@ def test_a_callback_gets_each_result_once(batch):
     got = {}
     assert run(double, batch, on_result=lambda indices, result: got.update(zip(indices, result, strict=True))) is None
     assert torch.equal(torch.stack([got[index] for index in range(SAMPLES)]), 2 * INPUTS)
-
-
-def test_results_go_where_they_are_asked_to(monkeypatch):
-    """``to=`` takes a device; what is no tensor stays."""
-    monkeypatch.setattr(mapping, "_read_target", torch.device)  # "meta" is refused, and no other device is everywhere
-    result = run(lambda x: (x, ["a"] * len(x)), INPUTS, to="meta")
-    assert result[0].device.type == "meta"
-    assert result[1] == ["a"] * SAMPLES
 
 
 def test_no_piece_is_larger_than_the_user_allows():
@@ -509,3 +424,17 @@ def test_progress_is_shown_on_a_terminal_alone(is_terminal, monkeypatch, capsys)
     assert len(lines) < 9
     run(double, INPUTS, progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_texts_are_samples():
+    """A list of texts goes to the function as a list of texts."""
+    texts = [f"text {number}" for number in range(SAMPLES)]
+    assert list(run(lambda piece: [text.upper() for text in piece], texts)) == [text.upper() for text in texts]
+
+
+def test_results_go_where_they_are_asked_to(monkeypatch):
+    """``to=`` takes a device; what is no tensor stays."""
+    monkeypatch.setattr(mapping, "_read_target", torch.device)  # "meta" is refused, and no other device is everywhere
+    result = run(lambda x: (x, ["a"] * len(x)), INPUTS, to="meta")
+    assert result[0].device.type == "meta"
+    assert result[1] == ["a"] * SAMPLES

@@ -46,7 +46,6 @@ class Prepared:
         self.schedulers = [self.accelerator.prepare_scheduler(scheduler) for scheduler in schedulers]
 
     def rates(self):
-        """Of all optimizers."""
         return [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
 
 
@@ -73,7 +72,6 @@ def train_whole(prepared):
 
 
 def card():
-    """A device with memory for eight samples."""
     return FakeDevice(lambda n: 100_000 + 10_000 * n, total_bytes=180_000)
 
 

@@ -12,9 +12,7 @@ from autobatch.integrations.transformers.cuts import (
     IGNORED,
     CollatedSamples,
     Rows,
-    SampleKeeper,
     TrimmedRows,
-    take_samples,
 )
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -28,7 +26,6 @@ def collate(samples):
 
 
 def collate_drawing(samples):
-    """The same with something drawn."""
     return {**collate(samples), "noise": torch.rand(len(samples))}
 
 
@@ -110,12 +107,3 @@ def test_samples_are_collated_when_their_turn_comes():
     assert cut.inputs_of(layout.take(range(3))) == whole
     part = cut.inputs_of(layout.take(range(2, 3)))
     assert part["input_ids"].tolist() == [samples[2]]
-
-
-def test_a_batch_brings_its_samples_along_once():
-    """They are taken out before anybody else sees the batch, and are no tensors of it."""
-    samples = [{"text": text} for text in texts_of([3, 5])]
-    batch = SampleKeeper(lambda given: collate([sample.pop("text") for sample in given]))(samples)
-    assert take_samples(batch) == [{"text": text} for text in texts_of([3, 5])]
-    assert take_samples(batch) is None
-    assert set(batch) == {"input_ids", "attention_mask", "labels"}

@@ -27,12 +27,9 @@ from trainers import (
 from transformers import Trainer
 
 from autobatch.integrations.transformers import attach
-from autobatch.integrations.transformers.loss_rule import choose_telling
 
 
 class Ignored(Classes):
-    """Some of the classes do not count."""
-
     def __init__(self, count, first=0):
         super().__init__(count)
         self.first = first
@@ -43,8 +40,6 @@ class Ignored(Classes):
 
 
 class OfClasses(Trainer):
-    """A loss of one's own."""
-
     options = types.MappingProxyType({})
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -129,15 +124,6 @@ def test_comparing_leaves_no_trace(tmp_path):
     assert run(0) == run(3)
 
 
-def test_samples_that_tell_most():
-    """From few labels to many, and the richest in the first part."""
-    labels = torch.tensor([-100, -100, -100, 1, 1, 1, 1, -100, 1, -100, 1, 1])
-    rows = choose_telling({"labels": labels}, 12, 5)
-    assert (labels[rows] != -100).tolist() == [True, False, False, True, True]
-    assert choose_telling({"labels": torch.ones(12)}, 12, 4) == [11, 0, 3, 7]
-    assert choose_telling({}, 1, 5) == [0, 0]
-
-
 class Squares(nn.Module):
     """A mean, or where the batch has an entry more, a sum: of the classes' errors."""
 
@@ -151,8 +137,6 @@ class Squares(nn.Module):
 
 
 class Logging(Trainer):
-    """Logs what the loss is, too."""
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
         self.log({"error": float(outputs["loss"])})
@@ -167,7 +151,6 @@ class Totals(Classes):
 
 
 def pad_totals(samples):
-    """A batch with their entry."""
     totals = {"totals": torch.ones(len(samples))} if "totals" in samples[0] else {}
     return {**pad(samples), **totals}
 

@@ -26,8 +26,6 @@ class Tally:
 
 
 class Counting(nn.Module):
-    """A metric that is a module."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("samples", torch.zeros(2000))

@@ -16,7 +16,6 @@ from autobatch._wrappers import (
     unwrap_for_training,
     unwrap_model,
     unwrap_optimizer,
-    unwrap_scheduler,
     warn_of_wrapper,
 )
 from autobatch.errors import InvalidArgument
@@ -62,8 +61,6 @@ def test_unwrap_model() -> None:
 
 
 class Calls:
-    """A Fabric callback that counts."""
-
     def __init__(self):
         self.steps = 0
 
@@ -94,19 +91,7 @@ class CountingSubclass(Counting, torch.optim.Optimizer):
     """The same, which says that it is a torch optimizer and is none by itself."""
 
 
-class Lookahead(torch.optim.Optimizer):
-    """An optimizer of its own right, with another one inside."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        self.inner.step()
-
-
 def wrap_lightning(optimizer):
-    """As a Trainer does."""
     return LightningOptimizer(optimizer)
 
 
@@ -116,7 +101,6 @@ def wrap_fabric(optimizer):
 
 
 def wrap_accelerate(optimizer):
-    """As a user does."""
     return accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
 
 
@@ -137,21 +121,6 @@ def test_the_torch_optimizer_is_found_in_any_nesting(make, outer, inner):
     assert warn_of_wrapper(wrapped) == ()
 
 
-@pytest.mark.parametrize("thing", [None, torch.optim.SGD([nn.Parameter(torch.ones(1))])], ids=["none", "SGD"])
-def test_what_is_not_wrapped_stays(thing):
-    """Also no optimizer at all."""
-    assert unwrap_optimizer(thing) is thing
-    assert warn_of_wrapper(thing) == ()
-    assert unwrap_for_training(thing, None) == (thing, None)
-
-
-def test_a_class_of_the_same_name_elsewhere_is_not_known():
-    """The name counts together with the package that it comes from."""
-    own = type("LightningOptimizer", (Counting,), {})
-    wrapped = own(torch.optim.SGD(make_model().parameters(), lr=0.1), Calls())
-    assert unwrap_optimizer(wrapped) is wrapped
-
-
 @pytest.mark.parametrize("kind", [Counting, CountingSubclass])
 def test_an_unknown_wrapper_is_warned_of(kind):
     """Its step ran, the trainer has counted it, and the plan says so."""
@@ -162,13 +131,6 @@ def test_an_unknown_wrapper_is_warned_of(kind):
     [warning] = plan.warnings
     assert f"optimizer= is a {kind.__name__} around SGD" in warning
     assert "a trainer's count of steps, was not put back" in warning
-
-
-def test_an_optimizer_of_its_own_right_is_not_warned_of():
-    """What it changes is its own, which is put back."""
-    model = make_model()
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert warn_of_wrapper(optimizer) == ()
 
 
 class Lit(pytorch_lightning.LightningModule):
@@ -196,7 +158,6 @@ class Lit(pytorch_lightning.LightningModule):
 
 
 def train_lightning(by_hand):
-    """Three steps; returns the module."""
     module = Lit(by_hand)
     trainer = pytorch_lightning.Trainer(
         max_steps=3,
@@ -285,14 +246,6 @@ def test_accelerate_trains_as_torch_does(scaled, given, inside):
     assert rate == optimizer.param_groups[0]["lr"] == 0.1 / 8
     for found, expected in zip(weights, model.parameters(), strict=True):
         torch.testing.assert_close(found, expected.detach())
-
-
-def test_a_scheduler_is_unwrapped():
-    """accelerate's, and nothing else."""
-    inner = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(make_model().parameters(), lr=0.1), 1)
-    assert unwrap_scheduler(accelerate.Accelerator(cpu=True).prepare_scheduler(inner)) is inner
-    assert unwrap_scheduler(inner) is inner
-    assert unwrap_scheduler(None) is None
 
 
 def test_two_scalers_are_refused():

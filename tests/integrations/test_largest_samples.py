@@ -6,52 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler
 from trainers import Classes, apart, bert, train, trainer_of
 from transformers import Trainer
-
-from autobatch.integrations.transformers.cuts import collate_largest
-
-
-class Rows(Dataset):
-    """Sample ``n`` has n entries; some cannot be read."""
-
-    def __init__(self, broken=()):
-        self.broken = broken
-
-    def __len__(self):
-        return 200
-
-    def __getitem__(self, index):
-        if index in self.broken:
-            raise OSError(f"sample {index} is corrupt")
-        return {"row": [0] * index}
-
-
-def lengths(samples):
-    """A batch with as many numbers as its longest sample; which samples it is made of is in the first column."""
-    width = max(len(sample["row"]) for sample in samples)
-    return torch.tensor([[len(sample["row"]), *[0] * width] for sample in samples])
-
-
-def test_the_largest_come_first():
-    """At most 64 of them, and nothing is drawn."""
-    before = torch.get_rng_state()
-    assert collate_largest(DataLoader(Rows(), 4, collate_fn=lengths, shuffle=True))[:, 0].tolist() == [
-        *range(199, 135, -1)
-    ]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_samples_that_cannot_be_read_or_collated():
-    """Then the first batch has to do, as with a stream; an end of memory is no error of the training either."""
-
-    def run_out(samples):
-        raise torch.OutOfMemoryError("out of memory")
-
-    assert collate_largest(DataLoader(Rows([7]), 4, collate_fn=lengths)) is None
-    assert collate_largest(DataLoader(Rows(), 4, collate_fn=run_out)) is None
-    assert collate_largest([1]) is None
 
 
 class Keyed(Classes):
@@ -63,8 +20,6 @@ class Keyed(Classes):
 
 
 class Broken(Classes):
-    """The first samples cannot be read."""
-
     def __getitem__(self, index):
         if index < 32:
             raise OSError(f"sample {index} is corrupt")
@@ -88,8 +43,6 @@ class Subset(Trainer):
 
 
 class Hidden(Trainer):
-    """A sampler of which nothing is known."""
-
     def _get_train_sampler(self, *_, **__):
         class Late(torch.utils.data.Sampler):
             def __iter__(self):

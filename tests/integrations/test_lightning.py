@@ -115,7 +115,6 @@ def log_metrics(self, batch, batch_idx):
 
 
 def with_metrics(training_step=log_metrics, **metrics):
-    """A module that has these, too."""
     torch.manual_seed(3)
     module = module_of(load(), Made(changes={"training_step": training_step}))
     for name, metric in metrics.items():
@@ -254,14 +253,6 @@ def test_a_checkpoint_carries_plan_and_size(tmp_path):
     assert resumed.sizes == first.sizes[8:]
     assert resumed.callback.plan == first.callback.plan
     assert bit_for_bit(first, resumed)
-
-
-def test_a_checkpoint_from_before_autobatch_is_resumed(tmp_path):
-    """It knows neither plan nor size."""
-    path = str(tmp_path / "plain.ckpt")
-    train().trainer.save_checkpoint(path)
-    resumed = train(attached={}, epochs=2, resume=path)
-    assert len(resumed.sizes) == 8
 
 
 def test_a_trainer_that_fits_again():

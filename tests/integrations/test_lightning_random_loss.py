@@ -30,18 +30,15 @@ def drops(self, inputs):
 
 
 def draws_a_sign(self, inputs):
-    """The losses of samples have both signs."""
     return self.net(inputs).mean(1) + torch.randn(len(inputs), dtype=inputs.dtype)
 
 
 def draws_on_the_host(self, inputs):
-    """Python's generator, once a sample."""
     weights = torch.tensor([1 / max(random.random(), 0.01) for _ in inputs], dtype=inputs.dtype)
     return self.net(inputs).square().mean(1) * weights
 
 
 def draws_from_the_system(self, inputs):
-    """Numbers that nobody can give again."""
     times = torch.tensor([(byte + 1) / 256 for byte in os.urandom(len(inputs))], dtype=inputs.dtype)
     return self.net(inputs).square().mean(1) / times
 

@@ -25,13 +25,11 @@ def iterates(self, dataloader_iter):
 
 
 def compares(self, batch, batch_idx):
-    """A loss of each pair of samples."""
     scores = F.normalize(self.net(batch[0]), dim=1)
     return F.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
 
 
 def gives_up(self, batch, batch_idx):
-    """No loss for few samples."""
     return F.cross_entropy(self.net(batch[0]), batch[1]) if len(batch[0]) > 6 else None
 
 
@@ -42,7 +40,6 @@ def adds_a_penalty(self, batch, batch_idx):
 
 
 def logs_gradients(self):
-    """Would log a part's gradient."""
     self.log("norm of a part", self.net[0].weight.grad.norm())
 
 
@@ -53,7 +50,6 @@ class Whole(torchmetrics.classification.MulticlassAccuracy):
 
 
 def logs_whole_state(self, batch, batch_idx):
-    """Logs such a metric at each step."""
     scores = self.net(batch[0])
     if "whole" not in dict(self.named_children()):
         self.whole = Whole(4)
@@ -129,7 +125,6 @@ def test_what_cannot_be_exact_is_refused_by_lightning(name):
 
 
 def logs_two(self, batch, batch_idx):
-    """No value that Lightning logs."""
     self.log("two", torch.ones(2))
     return F.cross_entropy(self.net(batch[0]), batch[1])
 

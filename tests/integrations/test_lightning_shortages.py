@@ -85,7 +85,6 @@ class Sweep:
         return Sweeping()
 
     def run(self, trainer, module, loop, inner, *arguments):
-        """All positions, and then the batch itself."""
         (ours,) = [one for one in trainer.callbacks if type(one).__name__ == "Autobatch"]
         before = _take(trainer, module, ours)
 

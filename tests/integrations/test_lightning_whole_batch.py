@@ -98,7 +98,6 @@ def averages(self, batch, batch_idx):
 
 
 def sums(self, batch, batch_idx):
-    """The sum over samples."""
     return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
 
 
@@ -371,21 +370,3 @@ def test_later_batches_of_a_loss_that_splits_change_nothing(monkeypatch):
     assert apart(whole, split) < 1e-12
     assert logs_apart(whole, split) < 1e-12
     assert split.module.calls == whole.module.calls
-
-
-@pytest.mark.parametrize("failing", [None, 3])
-def test_later_comparisons_keep_to_the_plan_and_end_no_training(failing):
-    """No more samples at once than the plan's; an error of two samples or fewer is the comparison's own."""
-    sizes = []
-
-    def step(self, batch, batch_idx):
-        if batch_idx:
-            sizes.append(len(batch[0]))
-        if batch_idx == failing and len(batch[0]) <= 2:
-            raise ValueError("too few samples")
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    made = Made(changes={"training_step": step})
-    whole, split = train(made=Made(changes={"training_step": averages})), train(made=made, attached={"check": "warn"})
-    assert max(sizes) == split.callback.plan.micro_batch_size
-    assert apart(whole, split) < 1e-12

@@ -27,7 +27,6 @@ from transformers import Trainer
 from trl_trainers import embedder_of_two
 
 from autobatch.errors import InexactSplit
-from autobatch.integrations.transformers import training
 
 SINGLE = 1e-6
 """The Trainer adds up its losses in float32."""
@@ -44,7 +43,6 @@ class SomeIgnored(Classes):
     """Every third class is ignored, but in the first two batches."""
 
     def __getitem__(self, index):
-        """A text and its class."""
         sample = super().__getitem__(index)
         return {**sample, "labels": -100} if index >= 64 and index % 3 == 0 else sample
 
@@ -56,7 +54,6 @@ class PackedClasses(Packed):
         super().__init__(ragged_from=64)
 
     def __getitem__(self, index):
-        """A text and its class."""
         return {"input_ids": self.texts[index], "labels": sum(self.texts[index]) % 2}
 
 
@@ -70,13 +67,11 @@ class MeanOverPositions(nn.Module):
         self.double()
 
     def forward(self, input_ids, attention_mask=None, labels=None):
-        """Loss and logits."""
         logits = self.classify(torch.tanh(self.embed(input_ids)).mean(1))
         return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
 def mean_over_all_labels(outputs, labels, num_items_in_batch=None):
-    """Of each position, the first included."""
     return cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
@@ -177,19 +172,6 @@ def test_each_dataset_has_its_own_rule(first, tmp_path):
     assert logs_apart(whole, split) < SINGLE
 
 
-@pytest.mark.parametrize(
-    "losses", [("CosineSimilarityLoss", "TripletLoss"), ("CosineSimilarityLoss", "CosineSimilarityLoss")]
-)
-def test_batches_in_turn_need_no_new_runner(losses, tmp_path, monkeypatch, caplog):
-    """Rules that divide and weigh alike are one for the Runner, which has learnt what its steps change."""
-    made = []
-    make = training.TrainerRunner
-    monkeypatch.setattr(training, "TrainerRunner", lambda *args, **kwargs: made.append(1) or make(*args, **kwargs))
-    train(partial(embedder_of_two, tmp_path, dict(zip(("one", "other"), losses, strict=True)), "one"), attached={})
-    assert len(made) == 1
-    assert not [record for record in caplog.records if "samples of the dataset" in record.message]
-
-
 def test_a_resumed_training_knows_whose_rule_was_saved(tmp_path):
     """The next batch is of the other dataset: its rule is found, and all ends as if nothing had been interrupted."""
     losses = {"one": "CosineSimilarityLoss", "other": "TripletLoss"}
@@ -208,10 +190,7 @@ def test_a_dataset_whose_loss_compares_samples_is_refused_when_it_comes(first, t
 
 
 class Pairs(Trainer):
-    """Its batches are tuples."""
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """A classifier's."""
         outputs = model(input_ids=inputs[0], labels=inputs[1])
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
@@ -236,7 +215,6 @@ def test_a_model_of_which_two_samples_do_not_fit_is_not_called_inexact(tmp_path)
 
 
 def one_sample_device():
-    """Memory for one sample."""
     from autobatch.testing import FakeDevice
 
     return FakeDevice(lambda samples: 1000 + 100 * samples, total_bytes=1150)

@@ -17,8 +17,7 @@ from trainers import apart, count_labels, count_shifted, logs_apart, small_devic
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 from autobatch.errors import InexactSplit
-from autobatch.exactness.measurement import Measurement
-from autobatch.integrations.transformers import attach, training
+from autobatch.integrations.transformers import attach
 
 DIVIDED, SAMPLES = "divided by the whole batch's count", "mean over samples"
 CHECKS = ("raise", "warn", None)
@@ -169,7 +168,6 @@ class Shortage(TrainerCallback):
     """In the second step memory ends with more than two samples."""
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        """The step begins."""
         model.fits = 2 if state.global_step == 1 else 10**9
 
 
@@ -215,7 +213,6 @@ class Frozen(Model):
     """Its BatchNorm layers stay in eval mode, as in detectors that are fine-tuned."""
 
     def train(self, mode=True):
-        """All but those layers."""
         super().train(mode)
         for layer in self.net:
             if isinstance(layer, nn.BatchNorm1d):
@@ -272,8 +269,6 @@ class Penalised(Trainer):
 
 
 class Mended(Penalised):
-    """As the message advises."""
-
     is_mended = True
 
 
@@ -299,10 +294,7 @@ def test_a_penalty_hides_no_count(check, tmp_path):
 
 
 class Noisy(Trainer):
-    """Evaluates with numbers that are drawn, too."""
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The model's loss, nearly."""
         outputs = model(**inputs)
         loss = outputs["loss"] * OWN.uniform(0.99, 1.01)
         return (loss, outputs) if return_outputs else loss
@@ -322,30 +314,3 @@ def test_evaluation_reads_the_loss_whatever_the_check(loss, kind, near, check, t
     attach(split, device=small_device(), headroom=0, check=check)
     assert split.evaluate()["eval_loss"] == pytest.approx(whole.evaluate()["eval_loss"], rel=near)
     assert split.prediction_step.size < 20
-
-
-@pytest.mark.parametrize("check", ["warn", None])
-@pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_samples_that_are_all_alike_are_asked_ever_more_rarely(check, loss, tmp_path, monkeypatch):
-    """As in a run that overfits one sample: the loss is read right, and most steps compare nothing."""
-    asked, find = [], training.find_rule
-    monkeypatch.setattr(training, "find_rule", lambda *a, **k: asked.append(1) or find(*a, **k))
-    make = partial(trainer, tmp_path, partial(Model, loss), Points(alike=True), max_steps=12)
-    whole, split = train(make), train(make, attached={"check": check})
-    assert apart(whole, split) < 1e-12
-    assert logs_apart(whole, split) < SINGLE
-    assert len(asked) <= 4
-
-
-@pytest.mark.parametrize("model", ["sum", "samples", "counted"])
-def test_the_first_batch_compares_few_passes(model, tmp_path, monkeypatch):
-    """The reading that the values show is the only one whose gradients are compared: whole, in parts, at full size."""
-    passes, accumulate = [], Measurement.accumulate
-
-    def count(self, parts, *arguments):
-        passes.extend(parts)
-        return accumulate(self, parts, *arguments)
-
-    monkeypatch.setattr(Measurement, "accumulate", count)
-    train(partial(trainer, tmp_path, partial(Model, model), Points(tokens=7), max_steps=1), attached={})
-    assert 0 < len(passes) <= 20

@@ -32,7 +32,6 @@ class Penalised(Trainer):
     """Adds a penalty on weights once a micro-batch."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The model's loss and the penalty."""
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return loss + 1e-2 * sum(parameter.square().sum() for parameter in model.parameters())
 

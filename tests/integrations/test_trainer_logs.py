@@ -52,7 +52,6 @@ class MeanLogging(Logging):
 
 
 def numbers(trained):
-    """What was logged, without texts."""
     for log in trained.recorder.logs:
         log.pop("mode", None)
     return trained

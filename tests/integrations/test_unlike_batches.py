@@ -11,8 +11,6 @@ from tasks import (
     Points,
     collate_datasets,
     collate_files,
-    collate_numbered,
-    collate_padded,
     collate_tasks,
     linear_tasks,
 )
@@ -81,21 +79,6 @@ def test_a_batch_that_could_not_be_compared_is_named_once(tmp_path, caplog):
     assert "count for nothing" in said[0].getMessage()
 
 
-def test_a_rule_that_is_asked_again_of_a_batch_with_no_gradient_stays(tmp_path):
-    """The first batch had no padding; the second has, and counts for nothing: the third is compared."""
-    make = partial(tasks_of, tmp_path, HINGE[8:17], HINGE[:8], HINGE[17:26], collate=collate_padded)
-    whole, split = train(make), train(make, attached={})
-    assert apart(whole, split) < 1e-12
-
-
-def test_with_a_warning_a_first_batch_of_no_gradient_settles_nothing(tmp_path, searched):
-    """check='warn' goes on, and compares batches 2, 4, 8 and so on."""
-    make = partial(tasks_of, tmp_path, [100, 100], SUM[:9], SUM[9:18], SUM[18:27])
-    whole, split = train(make), train(make, attached={"check": "warn"})
-    assert searched == ["sum"] * 3
-    assert apart(whole, split) < 1e-12
-
-
 def test_a_resumed_training_compares_what_was_not(tmp_path):
     """The checkpoint was saved after a batch of one sample: the batch after it is compared first."""
     make = partial(tasks_of, tmp_path, MEAN[:9], SUM[:1], SUM[1:10], SUM[10:19], save_strategy="steps", save_steps=2)
@@ -122,11 +105,3 @@ def test_a_dataset_name_always_tells_kinds(tmp_path, searched):
     batches = [range(first, first + 9) for first in range(12)]
     train(partial(tasks_of, tmp_path, *batches, collate=collate_datasets), attached={})
     assert len(searched) == 12
-
-
-def test_a_text_by_which_rules_differ_is_not_left_out(tmp_path):
-    """The ninth value and later ones are asked as well, where losses of the first were not alike."""
-    batches = [range(first := index + 100 * (index % 2), first + 9) for index in range(13)]
-    make = partial(tasks_of, tmp_path, *batches, collate=collate_numbered)
-    whole, split = train(make), train(make, attached={})
-    assert apart(whole, split) < 1e-12

@@ -137,12 +137,10 @@ def closed(mode):
 
 
 def read_only(_):
-    """No file can be made."""
     return closed(0o555)
 
 
 def hidden(_):
-    """Not even to look into."""
     return closed(0o000)
 
 

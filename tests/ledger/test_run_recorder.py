@@ -17,7 +17,7 @@ from torch import nn
 
 import autobatch
 from autobatch.cli.main import main
-from autobatch.events import BatchDiffers, StepFinished, run_history
+from autobatch.events import StepFinished, run_history
 from autobatch.events.run_history import RankTotal, Setback
 from autobatch.events.runner_events import RankStep
 from autobatch.ledger import ledger as ledger_module
@@ -50,7 +50,6 @@ def read_runs(folder, plan="a1"):
 
 
 def take(recorder, *events):
-    """Hand all of these to the hook."""
     for event in events:
         recorder(event)
 
@@ -206,30 +205,6 @@ class Counted(Ledger):
         return super().update_run(*arguments)
 
 
-def test_it_is_written_at_first_with_setbacks_and_seldom_else(tmp_path, clock):
-    """The first step and setbacks at once, else after a second, in long runs after ten."""
-    counted = Counted(tmp_path)
-    recorder = RunRecorder(make_plan(), counted)
-    story = [
-        (0.0, finished(0), 1),
-        (0.9, finished(1), 1),
-        (0.2, finished(2), 2),
-        (100.0, finished(3), 3),
-        (1.4, finished(4), 3),
-        (0.2, finished(5), 4),
-        (0.0, retried(6), 5),
-        (0.0, resized(6), 6),
-        (1e5, finished(6), 7),
-        (9.9, finished(7), 7),
-        (0.2, finished(8), 8),
-        (0.0, BatchDiffers(step=8, samples=3, planned=32), 8),
-    ]
-    for wait, event, updates in story:
-        clock[0] += wait
-        recorder(event)
-        assert counted.updates == updates, event
-
-
 def test_a_slow_disk_is_asked_seldom(tmp_path, clock):
     """Writing may cost a hundredth of the time, whatever happens; errors and the end are written at once."""
 
@@ -251,16 +226,6 @@ def test_a_slow_disk_is_asked_seldom(tmp_path, clock):
         recorder(event)
         assert slow.updates == updates, event
     assert read_runs(tmp_path)[0].steps == 3
-
-
-def test_many_ranks_are_written_less_often(tmp_path, clock):
-    """Their lines are long."""
-    counted = Counted(tmp_path)
-    recorder = RunRecorder(make_plan(), counted)
-    for wait, updates in [(0.0, 1), (100.0, 1), (2.0, 2)]:
-        clock[0] += wait
-        recorder(finished(0, ()).model_copy(update={"ranks": make_rows(0, 1000)}))
-        assert counted.updates == updates
 
 
 def test_a_ledger_that_comes_late_gets_all(tmp_path, clock, caplog):
@@ -406,7 +371,6 @@ for step in range(5, 9):
 
 
 def make_rows(step, ranks=2):
-    """What each rank says of a step."""
     return tuple(
         RankStep(rank=rank, samples=rank, micro_batch_size=step + rank, retries=rank, peak_bytes=step, seconds=0.25)
         for rank in range(ranks)

@@ -30,7 +30,6 @@ def store(tmp_path, monkeypatch):
 
 
 def make_ranks(size=3, **changes):
-    """The plans of so many ranks."""
     plans = make_whole_plans((8,) * size, (0.5,) * size, fingerprint="f1", made_at=3e9, **changes)
     return [plan.model_copy(update={"model": "Net"}) for plan in plans]
 
@@ -216,15 +215,6 @@ def test_a_line_that_is_written_again_counts_once(store):
     assert [(part.first_step, part.last_step) for part in run.ranges] == [(0, 0), (1, 3), (4, 4)]
 
 
-def test_a_run_that_is_deleted_while_runs_are_read_is_left_out(tmp_path, store, caplog):
-    """In silence: the folder was listed before."""
-    add_run(store, make_plan(), make_run("r1"))
-    folder = tmp_path / "home" / "runs" / "a1"
-    (folder / "r2.jsonl").symlink_to(folder / "gone")
-    assert store.runs_of("a1") == [make_run("r1")]
-    assert caplog.records == []
-
-
 @pytest.mark.parametrize(
     "content", [b'{"id": "r1"', b"\xff\xfe", b"[1]", b""], ids=["half", "no text", "list", "empty"]
 )
@@ -318,16 +308,6 @@ def test_forgetting_one_rank_forgets_all(tmp_path, store, what):
     time.sleep(0.001)
     assert store.forget(**what) == 1
     assert [path for path in (tmp_path / "home").rglob("*") if path.is_file()] == []
-
-
-def test_ranks_are_counted_as_one_plan(store, monkeypatch):
-    """The newest plans are kept with all their ranks."""
-    monkeypatch.setattr(store_module, "_MOST_PLANS", 2)
-    for name in "xyz":
-        for plan in make_ranks():
-            ranks = [one.model_copy(update={"plan_id": f"{name}{one.rank}"}) for one in plan.ranks]
-            store.add_plan(plan.model_copy(update={"id": f"{name}{plan.rank}", "ranks": tuple(ranks)}))
-    assert [names(store.plans_like("f1", rank)) for rank in range(3)] == [[f"z{rank}", f"y{rank}"] for rank in range(3)]
 
 
 WRITE_MANY = """

@@ -14,14 +14,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autobatch.memory import cpu
 from autobatch.memory.cpu import CpuDevice
-from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
 
 ROOMY = 2**60
 
 
 def allocate(byte_count):
-    """A tensor of so many bytes."""
     return torch.empty(byte_count, dtype=torch.uint8)
 
 
@@ -37,14 +35,6 @@ def is_refused(byte_count):
     except torch.OutOfMemoryError:
         return True
     return False
-
-
-def test_it_is_a_device():
-    """The class has all that the protocol asks for, and its numbers mean something."""
-    device = CpuDevice()
-    assert isinstance(device, Device)
-    assert device.measures
-    assert device.torch_device == torch.device("cpu")
 
 
 def test_what_is_held_is_available_too(monkeypatch):
@@ -192,12 +182,3 @@ def test_reclaim_frees_what_a_cycle_holds():
         assert device.usage().allocated == base
     finally:
         gc.enable()
-
-
-def test_a_micro_batch_is_a_range_in_the_profiler():
-    """Its name carries the number of samples."""
-    device = CpuDevice()
-    with torch.profiler.profile() as profiler, device.micro_batch(37):
-        torch.ones(3)
-    device.synchronize()
-    assert "autobatch micro-batch of 37" in {event.key for event in profiler.key_averages()}

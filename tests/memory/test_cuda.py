@@ -12,10 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autobatch.memory.cuda import CudaDevice, find_fraction
-from autobatch.memory.device import Device
 from autobatch.memory.devices import find_allowance
 from autobatch.memory.host_limit import HostMemory
-from autobatch.records import MemoryUsage
 
 GIB = 1024**3
 MIB = 1024**2
@@ -103,14 +101,6 @@ def put_in_place(patch, allocator):
 def allocator(monkeypatch):
     """A card of 80 GiB with nothing on it."""
     return put_in_place(monkeypatch, FakeAllocator())
-
-
-def test_it_is_a_device(allocator):
-    """The class has all that the protocol asks for, and takes the current card where none is named."""
-    device = CudaDevice(torch.device("cuda"))
-    assert isinstance(device, Device)
-    assert device.torch_device == CARD
-    assert device.measures
 
 
 @given(total=st.integers(1, 2**42), data=st.data())
@@ -217,24 +207,6 @@ def test_available_is_what_is_free_and_what_is_ours(allocator):
     allocator.allocate(5 * GIB)
     allocator.cached = 3 * GIB
     assert CudaDevice(CARD).available_bytes() == 50 * GIB
-
-
-def test_usage_is_the_allocators(allocator):
-    """Current bytes, peaks since the last reset, and every retry so far."""
-    device = CudaDevice(CARD)
-    allocator.allocate(10 * MIB)
-    allocator.free(6 * MIB)
-    allocator.retries = 2
-    held = {"allocated": 4 * MIB, "reserved": 10 * MIB, "peak_reserved": 10 * MIB, "alloc_retries": 2}
-    assert device.usage() == MemoryUsage(peak_allocated=10 * MIB, **held)
-    device.reset_peak()
-    assert device.usage() == MemoryUsage(peak_allocated=4 * MIB, **held)
-
-
-def test_usage_before_cuda_starts_is_zero(allocator, monkeypatch):
-    """Torch has no statistics before its first CUDA call."""
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
-    assert CudaDevice(CARD).usage() == MemoryUsage()
 
 
 def test_reclaiming_frees_cycles_before_the_cache(allocator):

@@ -24,17 +24,6 @@ def test_each_kind_of_device_has_its_class(name, kind):
     assert type(device_for(torch.device(name))) is kind
 
 
-def test_a_device_has_one_object():
-    """The same torch device, the same object; another index is another device."""
-    assert device_for(torch.device("cpu")) is device_for(torch.device("cpu"))
-    assert device_for(torch.device("xpu:1")) is not device_for(torch.device("xpu:0"))
-
-
-def test_a_device_has_its_torch_device():
-    """One whose memory is not measured has its torch device all the same."""
-    assert device_for(torch.device("xpu:1")).torch_device == torch.device("xpu:1")
-
-
 @pytest.mark.gpu
 def test_cuda_without_an_index_is_the_current_card():
     """``"cuda"`` and ``"cuda:0"`` are one object where card 0 is the current one."""
@@ -51,19 +40,6 @@ def test_a_device_is_found_by_its_parameters(device):
     """Left out, by name or as torch's own object: the same one device, also for parameters made on ``cpu:0``."""
     assert find_device(ON_CPU, "Net", device) is device_for(torch.device("cpu"))
     assert find_device([torch.ones(2, device="cpu:0"), torch.ones(2)], "Net", device) is device_for(torch.device("cpu"))
-
-
-def test_a_device_object_is_taken_as_it_is():
-    """A fake device stands in for the real one."""
-    assert find_device(ON_CPU, "Net", FAKE) is FAKE
-
-
-@pytest.mark.parametrize("device", [0, 1.5, True, "gpu", "", [], {}, "cpu:x", CpuDevice, torch.ones(1)])
-def test_what_is_no_device_is_refused(device):
-    """The message carries the user's own words and what would do."""
-    with pytest.raises(InvalidArgument) as caught:
-        find_device(ON_CPU, "Net", device)
-    assert str(caught.value).startswith(f"device={device!r} is no device: ")
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda", "cuda:1", "cpu:1", torch.device("cuda:0")])

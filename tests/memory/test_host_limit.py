@@ -42,7 +42,6 @@ def write_group(root, version, path, limit, used, *, cache=None):
 
 
 def join(root, *lines):
-    """This process is in these groups."""
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in lines))
 
@@ -89,19 +88,6 @@ def test_page_cache_counts_as_free(root, version):
 
 
 @versions
-@pytest.mark.parametrize(
-    ("used", "cache", "available"),
-    [(12 * MIB, 0, 0), (MIB, 5 * MIB, 10 * MIB)],
-    ids=["used beyond the limit", "more cache than used"],
-)
-def test_readings_that_do_not_add_up_stay_in_range(root, version, used, cache, available):
-    """The files are read one after another: never less than nothing, never more than the limit."""
-    join(root, membership(version, "/job"))
-    write_group(root, version, "job", 10 * MIB, used, cache=cache)
-    assert read_host_memory(root).available_bytes == available
-
-
-@versions
 def test_a_parent_binds_too(root, version):
     """The tightest of the group and all above it; what is left may be decided by another than the limit."""
     join(root, membership(version, "/slice/pod/job"))
@@ -110,15 +96,6 @@ def test_a_parent_binds_too(root, version):
     write_group(root, version, "slice/pod/job", 12 * MIB, 1 * MIB)
     found = read_host_memory(root)
     assert (found.total_bytes, found.available_bytes) == (8 * MIB, 2 * MIB)
-
-
-@versions
-def test_a_group_beside_ours_does_not_bind(root, version):
-    """Only groups that this process is in."""
-    join(root, membership(version, "/ours"))
-    write_group(root, version, "ours", 10 * MIB, 0)
-    write_group(root, version, "theirs", MIB, 0)
-    assert read_host_memory(root).total_bytes == 10 * MIB
 
 
 @versions
@@ -169,15 +146,6 @@ def test_a_group_with_a_file_missing_is_passed_over(root, version, missing):
     mount = root / ("sys/fs/cgroup/memory" if version == 1 else "sys/fs/cgroup")
     (mount / "slice/job" / (V1_FILES if version == 1 else V2_FILES)[missing]).unlink()
     assert read_host_memory(root).total_bytes == 10 * MIB
-
-
-@pytest.mark.parametrize("stat", ["", "inactive_file\n", "inactive_file many\n", "inactive_file_more 5\n"])
-def test_an_odd_memory_stat_means_no_cache(root, stat):
-    """Nothing is counted as free that the file does not say."""
-    join(root, "0::/job")
-    write_group(root, 2, "job", 10 * MIB, 3 * MIB)
-    (root / "sys/fs/cgroup/job/memory.stat").write_text(stat)
-    assert read_host_memory(root).available_bytes == 7 * MIB
 
 
 def test_both_versions_at_once(root):

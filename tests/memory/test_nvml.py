@@ -30,7 +30,6 @@ class NVMLError_NotSupported(NVMLError):
 
 
 def refuse(*_):
-    """Any function of NVML, refused."""
     raise NVMLError("Not Supported")
 
 
@@ -187,24 +186,6 @@ def test_a_process_counts_once_however_often_it_is_listed(compute, graphics, mps
     }
 
 
-def test_a_process_whose_memory_is_not_told_is_said_and_left_out(install, caplog):
-    """The driver's "not available" is neither zero bytes nor an error."""
-    caplog.set_level(logging.INFO)
-    install(FakeNvml(compute=[(7, None), (8, GIB)]))
-    assert [tenant.pid for tenant in nvml.query(UUID).tenants] == [8]
-    assert "process 7" in lines(caplog)[0]
-
-
-@pytest.mark.parametrize("deny", [lambda fake, name: setattr(fake, name, refuse), delattr], ids=["refused", "missing"])
-@pytest.mark.parametrize("kind", ["Graphics", "MPSCompute"])
-def test_one_denied_list_leaves_the_others(install, caplog, kind, deny):
-    """A slice has no graphics and an old module no MPS: that is ordinary, so nothing is said."""
-    caplog.set_level(logging.INFO)
-    deny(install(FakeNvml(compute=[(7, GIB)])), f"nvmlDeviceGet{kind}RunningProcesses")
-    assert [tenant.pid for tenant in nvml.query(UUID).tenants] == [7]
-    assert lines(caplog) == []
-
-
 def test_without_permission_the_memory_is_still_read(install, caplog):
     """Where every list of processes is refused, the card's own numbers remain, and the log says what is missing."""
     caplog.set_level(logging.INFO)
@@ -217,7 +198,6 @@ def test_without_permission_the_memory_is_still_read(install, caplog):
 
 
 def broken(name, error):
-    """A module in which one function raises."""
     fake = FakeNvml()
 
     def fail(*_):
@@ -248,13 +228,6 @@ def test_every_failure_is_unknown_and_said_once(install, caplog, module):
     install(module)
     assert [nvml.query(UUID) for _ in range(3)] == [None] * 3
     assert len(lines(caplog)) == 1
-
-
-def test_a_failed_reading_closes_its_session(install):
-    """The driver counts open sessions, so none may be left behind."""
-    fake = install(broken("nvmlDeviceGetMemoryInfo", NVMLError("Insufficient Permissions")))
-    assert nvml.query(UUID) is None
-    assert fake.sessions == 0
 
 
 def test_a_card_that_shares_the_hosts_memory_is_known(install, caplog):
@@ -298,11 +271,3 @@ def test_without_a_driver_the_list_says_why(install):
     fake.nvmlInit = refuse
     with pytest.raises(LookupError, match="NVMLError: Not Supported"):
         nvml.query_all()
-
-
-def test_the_drivers_cuda_is_read_as_two_numbers(install):
-    """12080 is 12.8; without a driver there is none."""
-    fake = install(FakeNvml())
-    assert nvml.read_cuda_version() == (12, 8)
-    fake.nvmlInit = refuse
-    assert nvml.read_cuda_version() is None

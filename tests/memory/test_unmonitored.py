@@ -9,20 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autobatch.memory.device import Device, UnmonitoredDevice
-from autobatch.records import DeviceInfo, MemoryUsage
+from autobatch.memory.device import UnmonitoredDevice
+from autobatch.records import DeviceInfo
 
 META = torch.device("meta")
-
-
-def test_it_is_a_device_that_measures_nothing():
-    """The class has all that the protocol asks for, and says that its numbers mean nothing."""
-    device = UnmonitoredDevice(META)
-    assert isinstance(device, Device)
-    assert not device.measures
-    assert device.usage() == MemoryUsage()
-    assert device.available_bytes() == 0
-    assert device.describe() == DeviceInfo(kind="meta", name="META", total_bytes=0)
 
 
 def test_mps_tells_how_much_metal_recommends(monkeypatch):
@@ -76,11 +66,3 @@ def test_reclaiming_frees_cycles_before_the_cache(monkeypatch):
     finally:
         gc.enable()
     assert called == [None]
-
-
-def test_waiting_is_the_backends(monkeypatch):
-    """Where the backend can wait, it is asked to."""
-    called = []
-    monkeypatch.setattr(torch, "mps", SimpleNamespace(synchronize=lambda: called.append("waited")))
-    UnmonitoredDevice(torch.device("mps")).synchronize()
-    assert called == ["waited"]

@@ -61,14 +61,6 @@ def test_convex_measurements_are_met_exactly(formula, where):
     assert {size: curve.peak_allocated(size) for size in peaks} == peaks
 
 
-@given(st.integers(0, 10**11), st.integers(0, 10**8), st.sets(sizes, min_size=2, max_size=6), st.integers(0, 10**6))
-def test_linear_memory_is_known_everywhere(base, slope, where, size):
-    """Two points of a line give the line, below and beyond them."""
-    curve = fit_curve([measured(n, base + slope * n, resident=base) for n in where])
-    assert curve.peak_reserved(size) == base + slope * size
-    assert len(curve.reserved) == 2  # no knots where nothing bends
-
-
 @given(points, st.integers(1, 20 * MIB), st.integers(0, 10**9))
 def test_no_measured_point_is_under_predicted(peaks, step, resident):
     """Whatever was measured, staircases and dips included, the curve is nowhere below it."""
@@ -113,19 +105,6 @@ def test_without_reserved_bytes_tensors_are_what_is_held():
     """A device that reports only tensors has them as its reserved bytes."""
     curve = fit_curve([Trial(micro_batch_size=n, outcome="fits", peak_allocated=100 * n) for n in (2, 4)])
     assert curve.peak_reserved(6) == 600
-
-
-def test_memory_that_does_not_grow_has_no_largest():
-    """A flat curve fits any size within the limit, and for none above it."""
-    curve = fit_curve([measured(2, 500), measured(8, 500)])
-    assert curve.largest(500) == UNLIMITED
-    assert curve.largest(499) == 0
-
-
-@given(curves())
-def test_a_curve_survives_json(curve):
-    """A curve is the same after JSON."""
-    assert MemoryCurve.model_validate_json(curve.model_dump_json()) == curve
 
 
 def resnet18_adamw(size: int, backward: float, optimizer: float = 223.6) -> Trial:
@@ -189,12 +168,6 @@ def test_one_trial_gives_the_line_from_what_is_resident():
     assert [curve.peak_reserved(size) for size in (0, 2, 4, 8)] == [100, 300, 500, 900]
 
 
-def test_nothing_is_predicted_below_what_is_resident():
-    """A steep line stops at the fewest resident bytes of any trial."""
-    curve = fit_curve([measured(4, 1000, resident=700), measured(8, 2000, resident=600)])
-    assert [curve.peak_reserved(size) for size in (0, 1, 2, 3, 4)] == [600, 600, 600, 750, 1000]
-
-
 def test_trials_that_ran_out_do_not_count():
     """What an OOM reached is no measurement; what thrashed is one."""
     ran_out = Trial(micro_batch_size=16, outcome="oom", peak_allocated=900, peak_reserved=900)
@@ -215,9 +188,3 @@ def test_a_curve_that_is_no_function_is_refused(knots):
     """Knots that are too few, out of order or falling are refused, also when read from JSON."""
     with pytest.raises(ValidationError):
         MemoryCurve(allocated=tuple(knots), reserved=((0, 0), (1, 1)))
-
-
-def test_bends_that_fall_short_are_refused():
-    """Knots whose pieces flatten are no maximum of lines and are refused."""
-    with pytest.raises(ValidationError, match="bend up"):
-        MemoryCurve(allocated=((0, 0), (1, 10), (2, 11)), reserved=((0, 0), (1, 1)))

@@ -78,12 +78,6 @@ def test_divide_evenly_is_the_largest_divisor(total, largest):
     assert size == max(part for part in range(1, min(total, largest) + 1) if total % part == 0)
 
 
-@pytest.mark.parametrize(("total", "largest", "answer"), [(256, 100, (64, 4)), (257, 256, (1, 257)), (12, 4, (4, 3))])
-def test_divide_evenly_by_example(total, largest, answer):
-    """Known exact divisions come out as written, a prime's included."""
-    assert divide_evenly(total, largest) == answer
-
-
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_useful_sizes_are_what_balance_makes(total, bound):
     """The useful sizes are exactly the largest parts of balanced divisions, ascending from 1."""

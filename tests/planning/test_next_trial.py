@@ -13,7 +13,6 @@ from autobatch.planning.division import useful_sizes
 from autobatch.planning.next_trial import (
     Question,
     choose_size,
-    draw_line,
     fits,
     most_trials,
     next_size,
@@ -41,7 +40,6 @@ def measure(size: int, limit: int, peak: int, resident: int = 0) -> Trial:
 
 
 def search(question: Question, run: Callable[[int], Trial], trials: Sequence[Trial] = ()) -> list[Trial]:
-    """Try sizes until the search is done."""
     done = [*trials]
     while (size := next_size(question, done)) is not None:
         assert 1 <= size <= question.bound
@@ -62,12 +60,10 @@ def search_outcomes(question: Question, outcome: Callable[[int], Outcome]) -> li
 
 
 def true_answer(question: Question, memory: Memory) -> int | None:
-    """The answer by looking at every size."""
     return max((size for size in question.sizes if memory(size) <= question.limit_bytes), default=None)
 
 
 def out_of_memory(trials: Sequence[Trial]) -> int:
-    """How many trials ran out of memory."""
     return sum(trial.outcome == "oom" for trial in trials)
 
 
@@ -134,32 +130,6 @@ def test_linear_memory_takes_four_trials_and_no_oom(case):
     assert len(trials) <= 4
     assert out_of_memory(trials) == 0
     assert choose_size(question, trials) == true_answer(question, memory)
-
-
-LINEAR_SEARCHES = {
-    "surely fits up to the bound: nothing lies between 2 and it": (256, 10_000, lambda n: 100 + n, 100, [2, 256]),
-    "a far jump, made in two": (8192, 100_000, lambda n: 1000 + 330 * n, 1000, [2, 8, 150, 300]),
-    "near the second size: no third is needed first": (8192, 195, lambda n: 100 + 10 * n, 99, [2, 8, 9]),
-    "at the second size: one below it shows that memory is straight": (
-        8192,
-        185,
-        lambda n: 100 + 10 * n,
-        99,
-        [2, 8, 5],
-    ),
-    "3 is sure, 9 is not": (8192, 131, lambda n: 100 + 10 * n, 98, [2, 3, 1]),
-    "nothing above 2 is sure, so 1 tells the slope": (8192, 1062, lambda n: 1000 + 10 * n, 0, [2, 1, 6]),
-    "enough for twice the slope: straight to the bound": (1000, 20_000, lambda n: 100 + n, 0, [2, 8, 1000]),
-    "not enough for twice the slope: by way of half": (1000, 1500, lambda n: 100 + n, 0, [2, 8, 500, 1000]),
-}
-
-
-@pytest.mark.parametrize("case", LINEAR_SEARCHES)
-def test_linear_searches_by_example(case):
-    """Each rule for the next size is seen at work on memory that is a line."""
-    bound, limit, memory, resident, sizes = LINEAR_SEARCHES[case]
-    trials = search_memory(Question(bound=bound, limit_bytes=limit), memory, resident)
-    assert [trial.micro_batch_size for trial in trials] == sizes
 
 
 @given(linear(), st.integers(0, 10**10))
@@ -246,23 +216,6 @@ def test_an_allocators_staircase_costs_at_most_what_counts_as_straight(case, ste
         assert memory(truth) - memory(min(truth, following)) <= 3 * question.limit_bytes // 200 + step
 
 
-def test_a_staircase_hides_no_slope_that_tensors_show():
-    """Two small sizes on one step of reserved bytes lead to no blind jump: bytes in tensors tell the slope."""
-    tensors = lambda size: 2**30 + size * MIB  # noqa: E731 # a formula
-    held = staircase(tensors, 20 * MIB, offset=7 * MIB)
-    question = Question(bound=8192, limit_bytes=2**30 + 4010 * MIB, candidates=useful_sizes(8192, 8192))
-
-    def run(size: int) -> Trial:
-        trial = measure(size, question.limit_bytes, held(size), resident=2**30)
-        return trial.model_copy(update={"peak_allocated": min(tensors(size), question.limit_bytes)})
-
-    trials = search(question, run)
-    assert trials[0].peak_reserved == trials[1].peak_reserved  # what makes this case hard
-    assert out_of_memory(trials) == 0
-    assert len(trials) == 4
-    assert choose_size(question, trials) == true_answer(question, held)
-
-
 RESNET18_ADAMW = {1: 223.6, 2: 224.2, 4: 254.7, 8: 334.8, 16: 501.7, 32: 835.5, 4096: 835.5 + 4064 * 21_876_736 / MIB}
 
 
@@ -280,35 +233,6 @@ def test_a_network_whose_memory_bends(gibibytes):
     trials = search_memory(question, resnet18, resident=int(134 * MIB))
     assert choose_size(question, trials) == true_answer(question, resnet18)
     assert len(trials) <= 5
-    assert out_of_memory(trials) <= 1
-
-
-def bend(size: int) -> int:
-    """Memory that turns half as steep again at 200 samples; 726 fit 100 000 bytes."""
-    return 1000 + max(100 * size, 150 * size - 10_000)
-
-
-@pytest.mark.parametrize(
-    ("bound", "sizes"),
-    [
-        # 761 was too hopeful: 3/4 of the way to it is next. Then two sizes lie above the bend; 727 is the proof.
-        (8192, [2, 8, 495, 761, 694, 726, 727]),
-        # Here the trials do not suffice for a stop at 495, and from 744 on the bracket is small.
-        (10_000, [2, 8, 990, 744, 560, 698, 726, 727]),
-    ],
-)
-def test_a_line_that_was_too_hopeful(bound, sizes):
-    """After an OOM at a predicted size the search stays near the prediction, and the line is drawn anew."""
-    trials = search_memory(Question(bound=bound, limit_bytes=100_000), bend, resident=1000)
-    assert [trial.micro_batch_size for trial in trials] == sizes
-
-
-def test_a_wish_that_cannot_be_afforded_is_approached():
-    """Where a trial just above the answer could leave too much open, one as near to it as can be afforded is made."""
-    question = Question(bound=10_000, limit_bytes=2**30 * 24)
-    memory = staircase(lambda size: 1900 * MIB + size * 79 * MIB, 20 * MIB, offset=11 * MIB)
-    trials = search_memory(question, memory, resident=950 * MIB)
-    assert choose_size(question, trials) == true_answer(question, memory)
     assert out_of_memory(trials) <= 1
 
 
@@ -415,24 +339,10 @@ def test_a_trial_above_the_limit_does_not_fit(kind):
     assert choose_size(question, trials) == 10
 
 
-@pytest.mark.parametrize("measures", [True, False])
-def test_a_failure_below_a_size_that_fits_settles_nothing(measures):
-    """On memory that is not monotone the search goes on above the largest size that fits."""
-    question = Question(bound=64, limit_bytes=100, measures=measures)
-    trials = search(question, lambda size: measure(size, 100, size), [measure(3, 100, 101), measure(8, 100, 8)])
-    assert choose_size(question, trials) == 64
-
-
 def test_batch_norm_does_not_begin_with_one_sample():
     """With ``smallest_probe=2`` the next open size is not 1 as long as 2 has not failed."""
     question = Question(bound=8, limit_bytes=100, smallest_probe=2, candidates=(1, 2, 4, 8))
     assert next_size(question, [measure(3, 100, 100)]) == 2
-
-
-def test_one_sample_is_no_end_of_a_line_between_others():
-    """The line through two other sizes leaves a single sample out, whichever way it is odd."""
-    trials = [measure(size, 1000, 0) for size in (1, 9, 10)]
-    assert draw_line({1: 500, 9: 100, 10: 110}, trials).rise == 10
 
 
 @given(convex())
@@ -455,24 +365,6 @@ def test_a_search_goes_on_from_a_remembered_size(case, remembered):
     )
     trials = search(question, lambda size: measure(size, question.limit_bytes, memory(size)), [first])
     assert choose_size(question, trials) == true_answer(question, memory)
-
-
-def test_a_caller_that_used_up_the_trials_still_gets_a_bisection():
-    """After more trials of the caller's own than a search takes, what is open is bisected to its end."""
-    question = Question(bound=64, limit_bytes=100)
-    trials = [measure(64 - index, 100, 101) for index in range(20)]
-    while (size := next_size(question, trials)) is not None:
-        trials.append(measure(size, 100, 3 * size))
-    assert choose_size(question, trials) == 33
-    assert len(trials) <= 20 + 6
-
-
-def test_batch_norm_tries_the_next_size_where_nothing_is_sure():
-    """Without size 1 to learn the slope from, the next size is tried, sure to fit or not."""
-    question = Question(bound=3, limit_bytes=250, smallest_probe=2)
-    trials = search_memory(question, lambda size: 100 * size)
-    assert [trial.micro_batch_size for trial in trials] == [2, 3]
-    assert choose_size(question, trials) == 2
 
 
 def test_a_size_that_failed_once_is_not_answered():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,12 +17,10 @@ POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def at(size: int, curve: MemoryCurve | None = LINE, smallest: int = 1, ladder: tuple[int, ...] = POWERS) -> Pace:
-    """A pace before its first step."""
     return Pace(ladder=ladder, size=size, curve=curve, smallest=smallest)
 
 
 def finish(pace: Pace, steps: int, free: int | None = None, *, thrashed: bool = False) -> Pace:
-    """So many steps, all alike."""
     for _ in range(steps):
         pace = pace.before_step(free, free)
         pace = pace.after_step(pace.size, thrashed=thrashed)
@@ -161,13 +156,6 @@ def test_the_size_before_a_step_by_example(there, free, curve, size, reason):
     assert (pace.size, pace.reason) == (size, reason)
 
 
-def test_memory_that_is_free_again_is_used_in_the_next_step():
-    """The planned size, as soon as it fits what is there: the headroom is for sizes that are chosen anew."""
-    short = at(64).before_step(500, 420).after_step(32, thrashed=False)
-    assert short.before_step(739, 739).size == 32  # of sizes between, those that fit with the headroom
-    assert (short.before_step(740, 420).size, short.before_step(740, 420).reason) == (64, "grown back")
-
-
 def test_an_oom_that_the_reading_explains_ends_with_its_cause():
     """Another process came in the middle of a step: once it has ended the planned size is back, without any wait."""
     short = at(64).before_step(740, 740).after_shortage(64, 500).after_step(32, thrashed=False)
@@ -195,69 +183,6 @@ def test_a_size_that_fails_as_soon_as_it_is_back_waits_twice_as_long(curve):
             assert shortages == 0
             waits[-1] += 1
     assert waits == [*(2**n for n in range(11)), LONGEST_WAIT, LONGEST_WAIT]
-
-
-def test_a_size_on_trial_gives_way_to_one_halfway():
-    """Between the largest that ran and the smallest that failed; the largest that runs is found in a few trials."""
-    pace, sizes = at(64, None, ladder=tuple(range(1, 65))), []
-    for _ in range(7):
-        while pace.size < 64:
-            pace, _ = train(pace, 40)
-        pace, shortages = train(pace, 40)
-        sizes.append((pace.size, shortages))
-    assert sizes == [(32, 1), (32, 2), (40, 1), (40, 2), (40, 2), (40, 2), (40, 1)]
-
-
-def test_each_step_that_goes_well_halves_the_wait():
-    """A failure right after the size came back doubles it; after some good steps it is short again."""
-    pace = at(64, None)
-    for _ in range(5):
-        pace = pace.after_shortage(64, None).after_step(32, thrashed=False)
-        while pace.size < 64:
-            pace = finish(pace, 1)
-    for good, expected in ((0, 32), (1, 16), (2, 8), (3, 4), (4, 2), (5, 1), (50, 1)):
-        failed = finish(pace, good).after_shortage(64, None).after_step(32, thrashed=False)
-        steps = next(n for n in range(1, 100) if finish(failed, n).size == 64)
-        assert steps == expected
-
-
-def test_what_runs_during_a_wait_becomes_smaller_only_if_it_fails_in_two_steps_in_a_row():
-    """However far down a step had to go."""
-    waiting = replace(at(32, None), ceiling=Ceiling(ran=32, failed=64, wait=64, left=60))
-
-    def fail(pace):
-        return (
-            pace.after_shortage(32, None).after_shortage(16, None).after_shortage(8, None).after_step(4, thrashed=False)
-        )
-
-    once = fail(waiting)
-    assert (once.size, once.ceiling.left) == (32, 60)
-    clean = once.after_step(32, thrashed=False)
-    assert fail(clean).size == 32
-    assert fail(once).size == 4
-    assert fail(once).ceiling == Ceiling(ran=4, failed=64, wait=1, left=1)  # all sizes are open again
-
-
-@pytest.mark.parametrize("most", [40, 10])
-@pytest.mark.parametrize(("chance", "bar"), [(0.03, 0.94), (0.1, 0.8)])
-def test_the_best_size_is_found_again_though_steps_fail_by_chance(most, chance, bar):
-    """Less memory for good, and attempts that fail whatever their size: the size stays near the best one."""
-    shares = []
-    for seed in range(20):
-        draw, pace = random.Random(seed), at(64, None, ladder=eager_ladder(256, 64))
-        best = max(rung for rung in pace.rungs if rung <= most)
-        for _ in range(1000):
-            pace = pace.before_step(None, None)
-            while pace.size > most or (pace.size > 1 and draw.random() < chance):
-                pace = pace.after_shortage(pace.size, None)
-            shares.append(pace.size / best)
-            pace = pace.after_step(pace.size, thrashed=False)
-    assert sum(shares) / len(shares) >= bar
-
-
-def test_a_step_at_the_smallest_size_is_not_waited_at():
-    """The next OOM would be its end: the size above is tried at once."""
-    assert at(2, None, ladder=(1, 2)).after_shortage(2, None).after_step(1, thrashed=False).size == 2
 
 
 @pytest.mark.parametrize(
@@ -311,16 +236,6 @@ def test_an_oom_always_shrinks_and_never_below_what_runs(pace, data, free):
         assert size in pace.rungs
 
 
-@given(paces(), free_bytes)
-def test_failing_again_and_again_ends_at_the_smallest_size(pace, free):
-    """A step that no size can save comes to its end within a few attempts: 9 halvings of 500, and one quarter."""
-    attempts = 0
-    while pace.size > pace.rungs[0]:
-        pace = pace.after_shortage(pace.size, free)
-        attempts += 1
-    assert attempts <= 10
-
-
 @given(paces(), free_bytes, free_bytes)
 def test_before_a_step_it_settles_at_once(pace, there, free):
     """Asked twice with the same answer, the second time nothing changes; a size that fits is left alone."""
@@ -329,21 +244,6 @@ def test_before_a_step_it_settles_at_once(pace, there, free):
     assert after.before_step(there, free) is after
     if pace.curve is None or there is None or pace.curve.peak_reserved(pace.size) <= max(there, 0):
         assert after is pace
-
-
-def test_small_batches_between_large_ones_prove_nothing():
-    """Most batches are small: the large one still meets memory's end seldom, as they bring no size nearer."""
-    pace, shortages = at(64, curve=None), 0
-    for step in range(10_000):
-        pace, short = train(pace, 40, samples=64 if step % 60 == 0 else 8)
-        shortages += short
-    assert shortages <= 14
-
-
-def test_before_a_step_the_optimizers_floor_is_not_answered_with_small_sizes():
-    """What one sample needs as much as many is no reason to go down."""
-    flat = MemoryCurve(allocated=((0, 100), (32, 100), (64, 200)), reserved=((0, 100), (32, 100), (64, 200)))
-    assert at(64, curve=flat).before_step(90, 90).size == 32
 
 
 @settings(max_examples=15)
@@ -359,26 +259,11 @@ def test_memory_that_comes_back_is_used_again(pace, most, hard_steps):
     assert pace.size == pace.ladder[-1]
 
 
-@given(paces(), st.integers(0, 10**9), st.integers(0, 10**6))
-def test_a_neighbour_within_the_headroom_changes_nothing(pace, free, headroom):
-    """Where what is there moves between the two thresholds, a size below the plan's stays."""
-    if pace.curve is None:
-        return
-    pace = pace.before_step(free, free)
-    sizes = [pace.size]
-    for step in range(100):
-        pace = pace.before_step(free + headroom * (step % 2), free)
-        pace = pace.after_step(pace.size, thrashed=False)
-        sizes.append(pace.size)
-    assert len(set(sizes) - {pace.ladder[-1]}) <= 1
-
-
 class Training(RuleBasedStateMachine):
     """Any order of shortages, thrash, clean steps and neighbours, on any pace."""
 
     @initialize(pace=paces())
     def begin(self, pace):
-        """A pace."""
         self.pace = self.before = pace
 
     def change(self, pace):
@@ -414,13 +299,11 @@ class Training(RuleBasedStateMachine):
 
     @rule()
     def thrash(self):
-        """A step thrashes."""
         self.change(self.pace.after_step(self.pace.size, thrashed=True))
         assert self.pace.size <= self.before.size
 
     @rule(count=st.sampled_from([1, 5, 20, 40]))
     def finish_steps(self, count):
-        """Some steps go well."""
         for _ in range(count):
             self.change(self.pace.before_step(None, None))
             self.change(self.pace.after_step(self.pace.size, thrashed=False))

@@ -15,7 +15,6 @@ events = st.lists(st.tuples(pieces, st.sampled_from(["ran", "thrashed", "short"]
 
 
 def follow(story, **options) -> PieceSizes:
-    """The sizes after these pieces."""
     sizes = PieceSizes(**options)
     for piece, outcome in story:
         if outcome == "short":
@@ -150,22 +149,9 @@ def test_a_size_that_failed_is_tried_again_and_waits_longer_each_time():
     assert waits == [20, 40, 80]
 
 
-def test_thrash_shrinks_at_the_second_piece():
-    """Once may be the cache of other sizes."""
-    sizes = PieceSizes().after_piece(Piece(2, 1, 200)).after_piece(Piece(64, 1, 6400), thrashed=True)
-    assert sizes.next_samples(1, 6400) == 64
-    assert sizes.after_piece(Piece(64, 1, 6400), thrashed=True).next_samples(1, 6400) == 48
-
-
 def test_without_measurements_sizes_double_until_memory_ends():
     """And then lie between the largest that ran and the smallest that did not."""
     ran, failed = run_through(500, lambda n, _: n, 50, measures=False)
     assert ran[:5] == [FIRST_SAMPLES, 4, 8, 16, 32]
     assert failed[0] > 50
     assert len(failed) <= 3
-
-
-def test_samples_are_divided_evenly():
-    """The last piece is no crumb: it takes as many pieces either way, and less memory."""
-    sizes = PieceSizes().after_piece(Piece(2, 1, 200)).after_piece(Piece(8, 1, 800))
-    assert sizes.next_samples(1, 10_000, left=101) == 51

@@ -183,13 +183,6 @@ def test_settings_speak_other_frameworks_words(framework, expected):
     assert make_plan().settings(framework) == expected
 
 
-@pytest.mark.parametrize("framework", ["huggingface", "lightning", "accelerate", "deepspeed", "megatron"])
-def test_only_torchtitan_counts_tokens(framework):
-    """Elsewhere a length would be passed over in silence, and is refused."""
-    with pytest.raises(InvalidArgument, match=rf"settings\('{framework}'\).*sequence_length"):
-        make_plan().settings(framework, sequence_length=2048)
-
-
 @pytest.mark.parametrize("length", [0, -1, 2.5, True, "2048"])
 def test_a_length_in_tokens_is_a_count(length):
     """Anything else is refused with its own value."""

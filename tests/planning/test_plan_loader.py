@@ -14,19 +14,15 @@ DATA = TensorDataset(torch.arange(40))
 
 
 class Stream(IterableDataset):
-    """Samples in their own order."""
-
     def __iter__(self):
         yield from range(40)
 
 
 def sizes_of(loader):
-    """Of an epoch."""
     return [len(batch[0] if isinstance(batch, list) else batch) for batch in loader]
 
 
 def values_of(loader):
-    """All samples of an epoch, in order."""
     return [int(value) for batch in loader for value in (batch[0] if isinstance(batch, list) else batch)]
 
 

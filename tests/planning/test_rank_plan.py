@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import make_plan, make_whole_plans
+from plans import make_whole_plans
 from pydantic import ValidationError
 
 from autobatch.plan import Plan
@@ -28,16 +26,6 @@ def test_all_ranks_say_the_same_of_all(shares, tmp_path):
         assert plan.ranks == plans[0].ranks
         assert plan.whole_id == "a0"
         assert (plan.ranks[rank].plan_id, plan.ranks[rank].share) == (plan.id, shares[rank])
-
-
-def test_a_plan_from_before_is_read(tmp_path):
-    """A file without ``ranks`` is a plan that does not say; its name is its own."""
-    plan, path = make_plan(id="b1"), tmp_path / "plan.json"
-    content = json.loads(plan.model_dump_json())
-    assert content.pop("ranks") == []
-    path.write_text(json.dumps(content))
-    assert Plan.load(path) == plan
-    assert plan.whole_id == "b1"
 
 
 WRONG = {

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
-from autobatch.planning.division import share_batch, share_target, spread
+from autobatch.planning.division import share_batch, share_target
 
 pytestmark = pytest.mark.quick
 
@@ -57,13 +57,6 @@ def test_shares_make_the_target_and_leave_no_rank_without(target, rates, share):
     assert sum(shares) == target
 
 
-@given(TARGETS, st.integers(1, 12), st.floats(1e-3, 1e6))
-def test_ranks_of_one_speed_share_evenly(target, ranks, rate):
-    """``"speed"`` is ``"equal"`` where no rank is faster, down to which ranks have one more."""
-    assert share_target(target, "speed", [rate] * ranks) == share_target(target, "equal", [rate] * ranks)
-    assert share_target(target, "equal", [rate] * ranks) == spread(target, ranks)
-
-
 @given(TARGETS, WHOLE_RATES | RATES)
 def test_a_faster_rank_has_no_fewer_samples(target, rates):
     """Shares are in the order of the rates; of equal rates the first ranks have the one more."""
@@ -73,15 +66,6 @@ def test_a_faster_rank_has_no_fewer_samples(target, rates):
     assert ordered == sorted(ordered, reverse=True)
 
 
-@given(TARGETS, WHOLE_RATES | RATES, st.data())
-def test_a_rank_that_becomes_faster_loses_no_sample(target, rates, data):
-    """The others being as they were."""
-    rank = data.draw(st.integers(0, len(rates) - 1))
-    faster = list(rates)
-    faster[rank] *= data.draw(st.floats(1, 100))
-    assert share_target(target, "speed", faster)[rank] >= share_target(target, "speed", rates)[rank]
-
-
 @given(TARGETS, WHOLE_RATES | RATES)
 def test_shares_are_within_one_sample_of_the_exact_proportion(target, rates):
     """Rounding moves less than a sample, where the exact share of no rank is below one."""
@@ -89,13 +73,6 @@ def test_shares_are_within_one_sample_of_the_exact_proportion(target, rates):
     if min(exact) >= 1:
         shares = share_target(target, "speed", rates)
         assert all(abs(share - part) < 1 for share, part in zip(shares, exact, strict=True))
-
-
-@given(TARGETS, WHOLE_RATES, st.integers(-30, 30))
-def test_only_proportions_count(target, rates, exponent):
-    """Rates in another unit give the same shares."""
-    scaled = [math.ldexp(rate, exponent) for rate in rates]
-    assert share_target(target, "speed", scaled) == share_target(target, "speed", rates)
 
 
 @given(SHARES)
@@ -118,13 +95,6 @@ def test_a_batch_is_shared_as_the_target_is(shares, samples):
     by_share = sorted(range(len(shares)), key=lambda rank: (-shares[rank], rank))
     ordered = [parts[rank] for rank in by_share]
     assert ordered == sorted(ordered, reverse=True)
-
-
-@given(SHARES)
-def test_a_whole_batch_has_the_plans_shares(shares):
-    """Nothing is rounded where nothing has to be."""
-    assert share_batch(sum(shares), shares) == tuple(shares)
-    assert share_batch(3 * sum(shares), shares) == tuple(3 * share for share in shares)
 
 
 @pytest.mark.parametrize(

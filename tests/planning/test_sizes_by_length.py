@@ -7,15 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
-from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.sizes_by_length import (
     choose_size,
     divide_by_length,
     edge_above,
     halve_lengths,
-    keep_useful,
-    scale_curve,
-    scale_ladder,
     scale_of,
 )
 from autobatch.records import SizeAtLength
@@ -131,42 +127,3 @@ def test_an_estimate_between_two_lengths_fits(linear, square, part, longest, lim
         size = choose_size({longest: each(longest), shortest: each(shortest)}, resident, limit, length)
         assert resident + size * each(length) <= limit * (1 + 1e-9) + 1
         assert resident + (size + 1) * each(length) >= 0.96 * limit
-
-
-def test_a_part_that_does_not_depend_on_the_length_is_a_line():
-    """1000 bytes a sample and 10 a token: a parabola through 0 would bend down, and promise too much."""
-    size = choose_size({100: 2000.0, 10: 1100.0}, 0, 64_000, 55)
-    assert size == int((64_000 - 1000) / 1550)
-
-
-def test_one_length_alone_shrinks_in_proportion():
-    """What half the length takes is at most half."""
-    assert choose_size({100: 1000.0}, 0, 64_000, 50) == 126
-
-
-def test_an_edge_with_no_more_samples_than_a_longer_one_is_left_out():
-    """It would only cost a shape."""
-    given_sizes = [
-        SizeAtLength(length=length, micro_batch_size=size) for length, size in [(16, 4), (8, 4), (4, 9), (2, 8)]
-    ]
-    assert [(one.length, one.micro_batch_size) for one in keep_useful(given_sizes)] == [(4, 9), (16, 4)]
-
-
-@given(st.integers(1, 10**6))
-def test_a_ladder_goes_up_to_the_most(most):
-    """At most sixteen scales, each more than the one before."""
-    ladder = scale_ladder(most)
-    assert ladder[-1] == most
-    assert list(ladder) == sorted({*ladder})
-    assert ladder[0] >= 1
-    assert len(ladder) <= 16
-
-
-def test_a_curve_of_samples_becomes_one_of_scales():
-    """At the full scale it is where the longest samples are, at none where no sample is."""
-    sizes = (SizeAtLength(length=8, micro_batch_size=40), SizeAtLength(length=64, micro_batch_size=4))
-    curve = MemoryCurve(allocated=((0, 100), (4, 500)), reserved=((1, 200), (4, 500)), reserved_floor=150)
-    scaled = scale_curve(curve, sizes)
-    assert (scaled.peak_reserved(40), scaled.peak_reserved(20), scaled.peak_reserved(1)) == (500, 300, 150)
-    assert scaled.largest(300) == 20
-    assert scale_curve(None, sizes) is None

@@ -50,8 +50,11 @@ def try_bug(bug: Bug) -> bool:
 
 
 def main(words: Sequence[str]) -> int:
-    """Try all bugs, or those whose names contain all words; return 1 if one is not found."""
+    """Try all bugs, or those whose names contain all words; return 1 if one is not found, 2 if there is none."""
     bugs = [bug for bug in all_bugs() if all(word in bug.name for word in words)]
+    if not bugs:
+        print(f"no planted bug has all of these words in its name: {' '.join(words)}")
+        return 2
     tests = sorted({test for bug in bugs for test in bug.tests})
     done = run_tests(tests, f"--numprocesses={AT_ONCE}", "--dist=loadfile")
     if done.returncode != 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -11,13 +10,8 @@ from hypothesis import strategies as st
 from plain_allocator import PlainAllocator
 
 from autobatch.prediction.allocator import (
-    ADDRESS_BITS,
-    ADDRESS_MASK,
-    NO_BLOCK,
     UNIT,
     AllocatorPeak,
-    CachingAllocator,
-    ExpandablePool,
     simulate,
 )
 from autobatch.prediction.timeline import most_alive
@@ -76,30 +70,6 @@ def long_timeline(events, live=800, seed=0, smallest=8):
     return order, sizes
 
 
-def step_through(order, sizes, *, expandable, capacity=None):
-    """Simulate event by event: yields the allocator and its live blocks as (small, start, end), in units."""
-    allocator = CachingAllocator(capacity, expandable=expandable)
-    rounded = [-(-size // UNIT) for size in sizes]
-    held = {}
-    for entry in order:
-        block = abs(entry) - 1
-        if entry < 0 and block in held:
-            allocator.free(held.pop(block))
-        elif entry > 0 and rounded[block]:
-            taken = allocator.allocate(rounded[block])
-            if taken == NO_BLOCK:
-                return
-            held[block] = taken
-        spans = [(block >> ADDRESS_BITS <= MIB // UNIT, *span(block)) for block in held.values()]
-        yield allocator, spans
-
-
-def span(block):
-    """Where a block begins and ends, in units."""
-    start = block & ADDRESS_MASK
-    return start, start + (block >> ADDRESS_BITS)
-
-
 # -------------------------------------------------------------------------------------------------------- known cases
 
 CASES = {
@@ -135,14 +105,6 @@ def test_known_cases_have_known_bytes(case):
     peak = simulate(order, sizes)
     assert (peak.allocated, peak.reserved) == (allocated, reserved)
     assert not peak.out_of_memory
-
-
-def test_of_blocks_that_can_grow_alike_the_first_is_taken():
-    """A later block is preferred only if it could grow less."""
-    order = [1, 2, 3, 4, -1, -3, 5, 6]
-    sizes = [2 * MIB, 2 * MIB, 2 * MIB, 14 * MIB, MIB + 512, 2 * MIB]
-    peak = simulate([*order, -2, 7], [*sizes, 3 * MIB - 512], expandable_segments=True)
-    assert peak.reserved == 20 * MIB
 
 
 EXPANDABLE_CASES = {
@@ -181,33 +143,6 @@ def test_caches_go_back_before_memory_has_run_out():
     size = 40 * MIB
     peak = simulate(order, sizes, capacity=size)
     assert peak == AllocatorPeak(allocated=size, reserved=size, alloc_retries=1, peak_position=2, allocated_at_end=size)
-
-
-def test_a_segment_in_use_stays():
-    """A segment of which one byte is in use is not freed, so the request does not fit: out of memory, after a retry."""
-    order, sizes = [1, 2, -1, 3], [9 * MIB, 2 * MIB, 30 * MIB]
-    peak = simulate(order, sizes, capacity=48 * MIB)
-    assert peak.out_of_memory
-    assert (peak.oom_position, peak.alloc_retries, peak.reserved) == (3, 1, 20 * MIB)
-    assert not simulate(order, sizes, capacity=50 * MIB).out_of_memory
-
-
-def test_free_pages_go_back_from_anywhere():
-    """Expandable segments give back a whole free page between two live blocks, where fixed ones could not."""
-    order = [1, 2, 3, -2, 4]
-    sizes = [20 * MIB, 20 * MIB, 20 * MIB, 40 * MIB]
-    peak = simulate(order, sizes, capacity=80 * MIB, expandable_segments=True)
-    size = 80 * MIB
-    assert peak == AllocatorPeak(allocated=size, reserved=size, alloc_retries=1, peak_position=4, allocated_at_end=size)
-    assert simulate(order, sizes, capacity=78 * MIB, expandable_segments=True).oom_position == 4
-
-
-def test_a_page_that_went_back_is_mapped_again_where_it_was():
-    """After a retry the hole is the lowest place that is not mapped, and it is used before the end of the range."""
-    order = [1, 2, 3, -2, 4, -4, 5, 6]
-    sizes = [20 * MIB, 20 * MIB, 20 * MIB, 40 * MIB, 20 * MIB, 20 * MIB]
-    peak = simulate(order, sizes, capacity=80 * MIB, expandable_segments=True)
-    assert (peak.out_of_memory, peak.reserved) == (False, 80 * MIB)
 
 
 @given(timelines(), st.booleans())
@@ -309,91 +244,6 @@ def test_it_does_what_the_plain_rules_do_where_memory_is_short(expandable, small
             assert found == expected
             retries += found.alloc_retries
     assert retries >= 10
-
-
-@given(timelines(), capacities, st.booleans())
-def test_every_unit_is_live_or_free_and_never_both(timeline, capacity, expandable):
-    """After every event live and free blocks do not overlap, and together they are what is reserved."""
-    order, sizes = timeline
-    for allocator, live in step_through(order, sizes, expandable=expandable, capacity=capacity):
-        total = 0
-        for is_small, pool in ((True, allocator.small), (False, allocator.large)):
-            assert pool.blocks == sorted(pool.blocks)
-            assert sorted(pool.starting.values()) == pool.blocks == sorted(pool._ending.values())
-            spans = [(start, end) for small, start, end in live if small == is_small]
-            spans += [span(block) for block in pool.blocks]
-            spans.sort()
-            assert all(left[1] <= right[0] for left, right in pairwise(spans))
-            total += sum(end - start for start, end in spans)
-        assert total == allocator.reserved <= allocator.peak_reserved
-        assert sum(end - start for _, start, end in live) <= allocator.reserved
-        if capacity is not None:
-            assert allocator.reserved * UNIT <= capacity
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_gaps_between_mapped_pages_are_whole(seed):
-    """Pages that went back one after the other are one gap, and what is mapped is no part of one."""
-    order, sizes = long_timeline(120, live=12, seed=seed, smallest=21)
-    least = find_least_capacity(order, sizes, expandable_segments=True)
-    for allocator, _ in step_through(order, sizes, expandable=True, capacity=least):
-        for pool in (allocator.small, allocator.large):
-            assert sorted(pool.gaps) == pool._gap_starts
-            assert not any(start + length in pool.gaps for start, length in pool.gaps.items())
-            mapped = sum(later - start - pool.gaps[start] for start, later in pairwise(pool._gap_starts))
-            assert mapped + pool._gap_starts[0] <= allocator.reserved
-
-
-def test_pages_that_go_back_join_the_gap_beside_them():
-    """A page joins a gap before it and one after it, also when they went back at other times."""
-    pool = ExpandablePool(page=4)
-    first, second, third, _ = (pool.grow(4, lambda _: True) for _ in range(4))
-    found = []
-    for block in (first, third, second):
-        pool.give(block)
-        assert pool.release() == 4
-        found.append([(start, length) for start, length in sorted(pool.gaps.items()) if start < 16])
-    assert found == [[(0, 4)], [(0, 4), (8, 4)], [(0, 12)]]
-
-
-@given(timelines())
-def test_live_blocks_lie_within_one_segment(timeline):
-    """No block reaches from one fixed segment into another."""
-    order, sizes = timeline
-    for allocator, live in step_through(order, sizes, expandable=False):
-        for is_small, first, last in live:
-            segments = (allocator.small if is_small else allocator.large).segments
-            assert any(start <= first and last <= start + size for start, size in segments.items())
-
-
-@given(timelines(), st.booleans())
-def test_what_is_freed_becomes_whole_again(timeline, expandable):
-    """When everything is freed each segment is one free block, and all of it can go back."""
-    order, sizes = timeline
-    left = [block + 1 for block in range(len(sizes)) if -(block + 1) not in order]
-    order = [*order, *(-entry for entry in left)]
-    steps = [*step_through(order, sizes, expandable=expandable)]
-    if not steps:
-        return
-    allocator, live = steps[-1]
-    assert live == []
-    free = len(allocator.small.blocks) + len(allocator.large.blocks)
-    assert free <= 2 if expandable else free == len(allocator.small.segments) + len(allocator.large.segments)
-    allocator.release_cached()
-    assert allocator.reserved == 0
-    assert allocator.small.blocks == allocator.large.blocks == []
-    if expandable:
-        assert len(allocator.small.gaps) == len(allocator.large.gaps) == 1
-
-
-@given(timelines(), st.booleans())
-def test_sizes_that_round_alike_are_alike(timeline, expandable):
-    """A request for what it would be rounded to anyway changes nothing, and neither does running it twice."""
-    order, sizes = timeline
-    rounded = [-(-size // 512) * 512 for size in sizes]
-    first = simulate(order, sizes, expandable_segments=expandable)
-    assert first == simulate(order, rounded, expandable_segments=expandable)
-    assert first == simulate(tuple(order), tuple(sizes), expandable_segments=expandable)
 
 
 @pytest.mark.parametrize("expandable", [False, True])

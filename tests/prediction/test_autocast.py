@@ -74,13 +74,3 @@ def test_a_weights_copy_is_made_once_in_a_region():
         assert first is second
     with torch.autocast("cuda", dtype=torch.float16):
         assert _cast_of(F.linear(inputs, weight)) is not first
-
-
-def test_outside_of_a_trace_autocast_is_torchs_own():
-    """The class is as it was after the block, and the host's regions work."""
-    construct = torch.amp.autocast_mode.autocast.__init__
-    with present(), autocast.redirect(DEVICE_TYPE, {"cpu"}):
-        assert torch.amp.autocast_mode.autocast.__init__ is not construct
-    assert torch.amp.autocast_mode.autocast.__init__ is construct
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16

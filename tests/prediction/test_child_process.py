@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
-import resource
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from sampling import sample
 
 from autobatch.errors import InvalidArgument
 from autobatch.prediction import child_process
 from autobatch.prediction.child_process import begin_apart, run_apart
-
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux forks here")
 
@@ -71,19 +65,6 @@ def test_any_error_comes_out_as_it_was_raised(stop):
     assert (repr(caught.value), vars(caught.value)) == (repr(stop), vars(stop))
 
 
-def test_an_error_of_a_local_class_is_named():
-    """Its class cannot be found by name, so it cannot leave the process."""
-
-    class LocalError(Exception):
-        pass
-
-    def fail():
-        raise LocalError("one two")
-
-    with pytest.raises(InvalidArgument, match="LocalError: one two"):
-        run_apart(fail)
-
-
 @pytest.mark.parametrize(
     ("end", "message"),
     [(abort, "signal SIGABRT"), (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"), (lambda: os._exit(3), "3")],
@@ -119,25 +100,6 @@ def test_a_large_result_comes_whole():
     assert run_apart(lambda: b"x" * 5_000_000) == b"x" * 5_000_000
 
 
-def test_a_process_that_waits_for_no_children_gets_its_answer():
-    """With SIGCHLD ignored the kernel has waited already."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        assert run_apart(lambda: 3) == 3
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
-def test_a_child_that_nobody_asked_may_be_gone():
-    """With SIGCHLD ignored there is nobody left to stop."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        with begin_apart(lambda: 3):
-            time.sleep(0.5)
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
 def test_no_descriptor_stays_open():
     """After an answer, an error, a death, or a child that nobody asked."""
 
@@ -153,35 +115,6 @@ def test_no_descriptor_stays_open():
     with begin_apart(lambda: 3):
         pass
     assert len([*Path("/proc/self/fd").iterdir()]) == before
-
-
-def test_many_open_files_are_no_hindrance():
-    """A data loader may hold more than the 1024 that select(2) knows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
-    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    try:
-        assert run_apart(lambda: 3) == 3
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_an_answer_waits_for_nobody_else_who_holds_the_pipe():
-    """A process that the function left behind, or one that another thread forked just then."""
-
-    def leave_a_process():
-        child = child_process.fork()
-        if child == 0:
-            time.sleep(60)
-            os._exit(0)
-        return child
-
-    started = time.monotonic()
-    left = run_apart(leave_a_process, 60)
-    assert time.monotonic() - started < 50
-    os.kill(left, signal.SIGKILL)
 
 
 def test_a_child_computes_after_its_parents_threads_have():
@@ -224,40 +157,6 @@ def test_what_the_child_prints_goes_nowhere(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_last_words_of_a_child_that_dies_are_told():
-    """C++ says why it aborts on the error stream."""
-
-    def die():
-        os.write(2, b"something\nterminate called after throwing: no such thing\n")
-        abort()
-
-    with pytest.raises(InvalidArgument, match=r"\(signal SIGABRT: terminate called after throwing: no such thing\)"):
-        run_apart(die)
-
-
-def test_children_run_side_by_side(tmp_path):
-    """Each begins when its block does, and waits for the other one; their results are read in any order."""
-
-    def meet(mine, other):
-        (tmp_path / mine).touch()
-        while not (tmp_path / other).exists():
-            time.sleep(0.01)
-        return os.getpid(), mine
-
-    with begin_apart(lambda: meet("one", "two"), 60) as one, begin_apart(lambda: meet("two", "one"), 60) as two:
-        (second, later), (first, earlier) = two(), one()
-    assert (earlier, later) == ("one", "two")
-    assert len({first, second, os.getpid()}) == 3
-
-
-def test_a_child_that_nobody_waits_for_ends_with_its_block():
-    """Its answer was not needed after all."""
-    started = time.monotonic()
-    with begin_apart(lambda: time.sleep(60)):
-        pass
-    assert time.monotonic() - started < 50
-
-
 def test_a_child_that_is_killed_takes_its_own_children_along(tmp_path):
     """One that hangs would hang on for minutes after the answer is not wanted any more."""
     note = tmp_path / "pid"
@@ -281,48 +180,3 @@ def is_running(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_what_the_parent_has_let_go_of_is_not_freed_in_the_child():
-    """Objects in a cycle may wait for a thread as they are freed; the child has none of the parent's threads."""
-
-    class Waiting:
-        def __init__(self):
-            self.itself = self
-
-        def __del__(self):
-            freed.append(os.getpid())
-
-    freed = []
-    gc.disable()
-    try:
-        Waiting()
-        assert run_apart(lambda: (gc.collect(), list(freed))[1], 30) == []
-    finally:
-        gc.enable()
-    gc.collect()
-    assert freed == [os.getpid()]
-
-
-@pytest.mark.parametrize(
-    "before",
-    sample(
-        [
-            "sys.stdout = os.fdopen(1, 'w', buffering=1)",
-            "sys.stdout, sys.stderr = os.fdopen(1, 'w'), os.fdopen(2, 'w')",
-            "os.close(1)",
-            "os.close(2)",
-            "os.closerange(0, 3)",
-        ],
-        5,
-    ),
-)
-def test_the_answer_comes_whatever_became_of_the_standard_streams(before, tmp_path):
-    """Also from a child of a child: files get the numbers of streams that are closed, some as they are replaced."""
-    program = (
-        f"import os, sys; from autobatch.prediction.child_process import run_apart; {before}; "
-        "answer = run_apart(lambda: [os.write(1, b'loud'), run_apart(lambda: 6)]); "
-        f"open({str(tmp_path / 'answer')!r}, 'w').write(repr(answer))"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=200, capture_output=True)
-    assert (tmp_path / "answer").read_text() == "[4, 6]"

@@ -38,7 +38,6 @@ class Process:
 
 @pytest.fixture
 def libraries(tmp_path, monkeypatch):
-    """Two files that stand for the libraries."""
     files = tmp_path / "libcudnn.so.9", tmp_path / "libcublasLt.so.13"
     for file in files:
         file.write_text("a library")
@@ -48,7 +47,6 @@ def libraries(tmp_path, monkeypatch):
 
 @pytest.fixture
 def process(monkeypatch):
-    """One that answers everything."""
     made = Process()
     monkeypatch.setattr(answers, "_run", made)
     return made

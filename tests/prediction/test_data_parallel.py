@@ -54,19 +54,16 @@ def shard_alone():
 
 
 def train_for_real():
-    """Peaks of this rank, by strategy."""
     return {"ddp": measure(train_replicated, REAL), "fsdp2": measure(train_sharded, REAL)}
 
 
 @cache
 def alone():
-    """Asked once."""
     return values_of(run_ranks(shard_alone, size=1, limit_seconds=280))[0]
 
 
 @cache
 def on_ranks(size):
-    """Asked once."""
     return values_of(run_ranks(train_for_real, size=size, limit_seconds=280))
 
 

@@ -99,14 +99,6 @@ def test_parts_of_an_interpolated_timeline_are_of_the_size_that_is_asked_for():
     assert not estimate.runs_within(3, estimate.reserved(3) - 1)
 
 
-def test_one_sample_more_counts_tensors_before_anything_is_rounded():
-    """Three of seven bytes each are 21, though blocks of them are of 512."""
-    timeline = make_timeline(weight=1, activation=5, scratch=2)
-    estimate = Estimate(timeline, 8 * MIB)
-    assert estimate.tensor_bytes(3) == 1 + 3 * 7
-    assert estimate.allocated(4) == estimate.allocated(3)
-
-
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("n", [1, 4, 33])
 def test_what_runs_is_what_the_threshold_says(n, expandable):
@@ -120,15 +112,6 @@ def test_what_runs_is_what_the_threshold_says(n, expandable):
     estimate = Estimate(timeline, 8 * MIB, expandable)
     assert estimate.runs_within(n, estimate.reserved(n))
     assert not estimate.runs_within(n, estimate.allocated(n) - 1)
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_a_changed_estimate_remembers_nothing(expandable):
-    """What one allocator made of it is not what another does."""
-    estimate = Estimate(make_timeline(activation=3 * MIB), 8 * MIB)
-    first = estimate.reserved(7)
-    changed = estimate.changed(expandable_segments=expandable)
-    assert (changed.reserved(7) == first) == (not expandable)
 
 
 AUX = Block(phase="forward", kind="aux", module="layer")
@@ -177,10 +160,3 @@ def test_what_is_shared_by_cards_is_what_each_has_alone():
     alone = [_numbers(Estimate(timeline, target=400).on_card(card), n) for n in (3, 40, 100) for card in cards]
     assert together == alone
     assert len({reserved for reserved, *_ in together[-len(cards) :]}) > 2
-
-
-def test_sizes_beyond_those_that_are_remembered_are_as_exact():
-    """A search that asks for many sizes finds at each what it finds there alone."""
-    asked = Estimate(make_timeline(), 8 * MIB)
-    sizes = [*range(1, 80), *range(1, 80, 7)]
-    assert [asked.step(n) for n in sizes] == [make_timeline().at(n) for n in sizes]

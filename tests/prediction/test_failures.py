@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.default_step import default_step
-from autobatch.step.losses import Mean, Sum
+from autobatch.step.losses import Sum
 from autobatch.step.workload import Workload
 
 pytestmark = [pytest.mark.apart, pytest.mark.predicts]
@@ -110,17 +109,6 @@ def test_a_size_that_values_decide_is_told_with_the_operator():
     assert f"{line} makes a tensor whose size depends on values (aten.nonzero" in message
 
 
-def test_code_without_a_source_has_no_empty_quotation():
-    """As in some notebooks: the line number is all there is."""
-    names = {}
-    exec(
-        compile("def run(model, batch):\n    return model(batch).mean() * batch.sum().item()", "<cell 3>", "exec"),
-        names,
-    )
-    with pytest.raises(InvalidArgument, match=r"^<cell 3>:2 needs a tensor's value"):
-        _trace(names["run"])
-
-
 def test_a_librarys_own_line_is_told_beside_the_users(tmp_path, monkeypatch):
     """The user's line says which call it is, the library's what it does there."""
     package = tmp_path / "site-packages"
@@ -139,27 +127,6 @@ def test_a_librarys_own_line_is_told_beside_the_users(tmp_path, monkeypatch):
     assert message.startswith(f"{__file__}:")
     assert "`counting_library.count(batch)` (in " in message
     assert "counting_library.py:2: `return rows.nonzero()`) makes a tensor whose size depends on values" in message
-
-
-def test_pythons_library_and_this_package_are_nobodys_code():
-    """Only they are on the way of a default step: no line of theirs is shown."""
-    with pytest.raises(InvalidArgument, match=r"^the step makes a sparse tensor"):
-        _trace(default_step, nn.Embedding(5, 3, sparse=True), torch.zeros(2, 4, dtype=torch.long))
-
-
-def test_a_context_of_pythons_library_is_not_the_place():
-    """The user's line inside the block is, not ``contextlib``'s, through which the error leaves it."""
-
-    @contextmanager
-    def block():
-        yield
-
-    def run(model, batch):
-        with block():
-            return model(batch).mean() * batch.sum().item()
-
-    with pytest.raises(InvalidArgument, match=re.escape("`return model(batch).mean() * batch.sum().item()` needs")):
-        _trace(run)
 
 
 _MISPLACED = [
@@ -211,19 +178,6 @@ def test_a_loss_that_fit_refuses_is_refused_in_the_same_words(run):
     assert str(predicted.value) == str(in_fit.value)
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda loss, labels: Mean(loss, count=(labels != -100).sum()),
-        lambda loss, labels: {"a": Sum(loss, count=labels.sum()), "b": loss * 2},
-        lambda loss, labels: (Mean(loss, count=labels.sum()), {"labels": labels}),
-    ],
-)
-def test_counts_in_tensors_are_not_read(wrap):
-    """They change no allocation, and have no values here."""
-    assert _trace(lambda m, b: wrap(step(m, b), b[1]), ConvNet(), images()).samples == 2
-
-
 def test_a_models_output_with_a_loss_is_a_step_of_its_own():
     """Hugging Face's models return mappings with ``.loss``: nothing needs to be written."""
     transformers = pytest.importorskip("transformers")
@@ -271,10 +225,6 @@ def raise_in_backward(error):
     return run
 
 
-class Sampler:
-    """Something of the user's in an error's arguments."""
-
-
 _ERRORS = [ValueError("labels"), OwnError(3, "damaged"), FileNotFoundError(2, "none", "a.png"), KeyboardInterrupt("k")]
 
 
@@ -292,28 +242,6 @@ def test_errors_of_the_users_step_come_out_as_they_were_raised(error, raise_in):
     assert getattr(caught.value, "filename", None) == getattr(error, "filename", None)
     (note,) = caught.value.__notes__
     assert re.search(rf"predict.* on tensors without memory; {re.escape(__file__)}:\d+: `raise error`$", note)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="traces fork on Linux only")
-def test_an_error_that_cannot_leave_its_process_is_named_with_its_line():
-    """A class that was made in a function is known nowhere else."""
-
-    class BadLabelError(ValueError):
-        pass
-
-    with pytest.raises(InvalidArgument, match=r"BadLabelError: label 7 of 5.*`raise error`") as caught:
-        autobatch.predict(
-            nn.Linear(16, 16), torch.zeros(2, 16), raise_in_forward(BadLabelError("label 7 of 5")), gpu="1GiB"
-        )
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="traces fork on Linux only")
-def test_an_error_with_an_object_of_the_users_comes_out_as_it_was_raised():
-    """The object's text has its address, which differs in each process."""
-    with pytest.raises(ValueError, match="Sampler object at") as caught:
-        autobatch.predict(nn.Linear(16, 16), torch.zeros(2, 16), raise_in_forward(ValueError(Sampler())), gpu="1GiB")
-    assert type(caught.value.args[0]) is Sampler
 
 
 def test_torchs_own_errors_come_out_as_they_were_raised():

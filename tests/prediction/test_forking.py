@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import faulthandler
 import os
 import signal
@@ -13,7 +12,6 @@ import threading
 import pytest
 import torch
 
-from autobatch.errors import InvalidArgument
 from autobatch.prediction import child_process
 from autobatch.prediction.child_process import run_apart
 
@@ -33,7 +31,6 @@ def system_fork(request, monkeypatch):
 
 @pytest.fixture
 def quiet(system_fork, monkeypatch):
-    """Forks as on a build with CUDA."""
     monkeypatch.setattr(child_process, "has_cards_threads", lambda: True)
 
 
@@ -49,12 +46,6 @@ def test_a_child_runs_a_backward_pass():
     """It is another process, and its result comes back."""
     child, gradient = run_apart(backward, 30)
     assert (child != os.getpid(), gradient) == (True, [2.0, 2.0, 2.0])
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_child_has_children_of_its_own():
-    """A trace at several sizes is a child's own children, side by side."""
-    assert run_apart(lambda: run_apart(backward, 20), 30)[1] == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.usefixtures("system_fork")
@@ -79,18 +70,6 @@ def test_handlers_of_libraries_are_not_run(monkeypatch):
 
 
 @pytest.mark.usefixtures("quiet")
-def test_handlers_of_python_are_run():
-    """Locks that other threads hold are made anew by them."""
-    seen = []
-
-    def register():
-        os.register_at_fork(before=lambda: seen.append("before"), after_in_child=lambda: seen.append("child"))
-        return run_apart(lambda: seen, 20)
-
-    assert run_apart(register, 30) == ["before", "child"]
-
-
-@pytest.mark.usefixtures("quiet")
 def test_a_child_uses_no_card():
     """Torch says there what it says in the child of a plain fork; the parent's word stays as it was."""
     before = torch.cuda._is_in_bad_fork
@@ -100,27 +79,6 @@ def test_a_child_uses_no_card():
 
     assert run_apart(ask, 30)
     assert torch.cuda._is_in_bad_fork is before
-
-
-def test_a_system_without_processes_says_so(monkeypatch):
-    """The number of the error is the system's, and Python's locks are given back."""
-
-    def refuse():
-        ctypes.set_errno(errno.EAGAIN)
-        return -1
-
-    monkeypatch.setattr(child_process, "_find_fork", lambda: refuse)
-    monkeypatch.setattr(child_process, "has_cards_threads", lambda: True)
-    with pytest.raises(InvalidArgument, match=f"none could be started .*{os.strerror(errno.EAGAIN)}"):
-        run_apart(lambda: 3)
-
-
-def test_where_there_is_no_such_fork_a_plain_one_is_made(monkeypatch):
-    """On an unknown processor with an old C library."""
-    monkeypatch.setattr(child_process, "_find_fork", lambda: None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert not child_process.has_cards_threads()
-    assert run_apart(backward, 30)[1] == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.slow

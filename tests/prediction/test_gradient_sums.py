@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -15,7 +12,6 @@ from autobatch.prediction.tracing.fake_device import present
 from autobatch.prediction.tracing.recording import FakeMode, sole_holder
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
-from autobatch.torch_internals.storages import is_dense
 
 SIZE = 50 * 64 * 4
 
@@ -68,35 +64,3 @@ def test_where_holders_cannot_be_told_more_is_predicted(counts, monkeypatch):
     sole_holder.cache_clear()
     monkeypatch.setattr(recording, "holders_of", counts)
     assert _backward_blocks(_meet) == expected + 4
-
-
-@pytest.mark.predicts
-@pytest.mark.apart
-def test_other_counts_are_found_by_themselves(monkeypatch):
-    """What one holder looks like is seen, not known beforehand."""
-    shifted = SimpleNamespace(
-        _getframe=lambda depth: sys._getframe(depth + 1), getrefcount=lambda tensor: sys.getrefcount(tensor) + 7
-    )
-    expected = _backward_blocks(_meet)
-    sole_holder.cache_clear()
-    monkeypatch.setattr(recording, "sys", shifted)
-    assert _backward_blocks(_meet) == expected
-    assert sole_holder()[2] > 7
-
-
-@pytest.mark.parametrize(
-    ("tensor", "dense"),
-    [
-        (torch.zeros(3, 4), True),
-        (torch.zeros(3, 4).T, True),
-        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-        (torch.zeros(()), True),
-        (torch.zeros(1).expand(5), False),
-        (torch.zeros(3, 4)[:, :2], False),
-        (torch.zeros(1, 4)[:, ::2], False),
-    ],
-)
-def test_dense_is_without_gaps_and_repetitions(tensor, dense):
-    """In any order of dimensions; what ``.to()`` keeps the strides of."""
-    assert is_dense(tensor) == dense
-    assert (tensor.to("meta").stride() == tensor.stride()) or not dense

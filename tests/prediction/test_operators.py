@@ -95,16 +95,3 @@ def test_operators_that_torch_writes_out_are_the_same_made_of_plain_tensors(mode
     remembered = trace(workload, layout, 3)
     _forget_everything(monkeypatch)
     assert trace(workload, layout, 3) == remembered
-
-
-def test_batch_norms_are_made_of_plain_tensors(monkeypatch):
-    """What the test above compares is taken: no operator of a batch norm comes to torch's own mode."""
-    asked = []
-    monkeypatch.setattr(Operators, "_write_out", lambda _, func, args: asked.append(func))
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
-    trace(Workload(model, _squares), describe(torch.zeros(2, 3, 5, 5)), 3)
-    assert {
-        torch.ops.aten.native_batch_norm.default,
-        torch.ops.aten.native_batch_norm_backward.default,
-        torch.ops.aten.threshold_backward.default,
-    } <= {*asked}

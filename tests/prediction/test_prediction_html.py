@@ -89,22 +89,6 @@ def test_it_can_be_drawn(prediction, kind):
         assert peak in str(prediction)
 
 
-def test_every_predicted_point_can_be_seen(prediction):
-    """Also where a small model leaves most of a card free, and the axis is logarithmic."""
-    ax = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
-    [line] = [line for line in prediction.plot(ax=ax).lines if line.get_label() == "predicted"]
-    peaks = [point.reserved + prediction.context_bytes for point in prediction.points]
-    assert list(line.get_ydata()) == peaks
-    assert ax.get_ylim()[0] < min(peaks)
-
-
-def test_the_plans_size_stands_out_among_the_sizes(prediction):
-    """And no other row does."""
-    size = prediction.plan.micro_batch_size
-    rows = re.findall(r'<tr class="planned">\s*<th[^>]*>([^<]*)<', prediction._repr_html_())
-    assert rows == [str(size)]
-
-
 @pytest.mark.slow
 def test_whatever_comes_from_a_prediction_is_text(prediction):
     """Warnings, names and reasons cannot leave their place."""

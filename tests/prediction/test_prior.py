@@ -26,7 +26,7 @@ from autobatch.planning.next_trial import Question, choose_size, most_trials, ne
 from autobatch.prediction.cards import make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.prior import Expectation, FirstStep, TrialReplay, _TrialEstimate, expect_largest
+from autobatch.prediction.prior import Expectation, FirstStep, TrialReplay, expect_largest
 from autobatch.prediction.timeline import combine
 from autobatch.prediction.tracing.trace import trace, trace_timeline
 from autobatch.records import Trial
@@ -50,7 +50,6 @@ class FakeCard(FakeDevice):
 
 
 def workload_of(name):
-    """Model, batch and workload."""
     make_model, make = NETS[name]
     model = make_model()
     run = mean_step if name == "linear layers" else step
@@ -172,21 +171,6 @@ def test_whatever_goes_wrong_the_trials_do_not_need_it(monkeypatch, error):
     )
 
 
-@pytest.mark.predicts
-def test_the_expectation_is_the_largest_that_fits():
-    """Of the sizes that were asked for; none where not even the smallest does."""
-    batch, workload = workload_of("transformer")
-    estimate = on_any_card(run_apart(lambda: trace_timeline(workload, describe(batch))))
-    sizes = useful_sizes(64, 64)
-    trial = TrialReplay.of(estimate)
-    limit = trial.reserved(16)  # what is smaller than a segment takes one, so more samples may take as much
-    largest = max(size for size in sizes if trial.reserved(size) <= limit)
-    expected = expect_largest(workload, describe(batch), limit, sizes)
-    assert (expected.largest, expected.knows_no_larger) == (largest, False)
-    assert all(held == trial.reserved(size) for size, held in expected.forecast.points)
-    assert expect_largest(workload, describe(batch), 1000, sizes) == Expectation()
-
-
 @given(
     base=st.integers(0, 1000),
     slope=st.integers(1, 100),
@@ -281,21 +265,6 @@ def test_other_tensors_of_the_process_are_counted():
 
 
 @pytest.mark.predicts
-def test_one_segment_does_not_decide_over_a_third_of_the_samples():
-    """Training may take as much beyond the limit as headroom leaves, where the next smaller size is far away."""
-    timeline = run_apart(lambda: trace_timeline(workload_of("transformer")[1], describe(tokens())))
-    estimate = on_any_card(timeline)
-    held = estimate.reserved(4096)
-    for limit, sizes, most in (
-        (held - 1, (2048, 4096), 0),
-        (held - held // 30, (2048, 4096), 0),
-        (held - held // 10, (2048, 4096), 2048),
-        (held - 1, (3900, 4096), 3900),
-    ):
-        assert _TrialEstimate(estimate, limit, FirstStep()).find_largest_to_train(sizes, 4096) == most
-
-
-@pytest.mark.predicts
 def test_nothing_is_expected_beyond_what_was_traced():
     """Where all samples are compared with all, memory grows with the square, and a line beyond a trace is too low."""
 
@@ -326,39 +295,3 @@ def test_an_expectation_is_put_to_the_test_at_its_own_size():
     assert 256 < expected < 4096
     traced = run_apart(lambda: trace(workload, layout, expected))
     assert 0.7 * limit < on_any_card(combine([traced])).reserved(expected) <= limit
-
-
-@pytest.mark.predicts
-def test_an_expectation_that_cannot_be_tested_goes_no_further_than_what_was_traced():
-    """Beyond the two sizes nothing is known then."""
-
-    def run(model, batch):
-        if len(batch) > 70:
-            raise ValueError("too many for me")
-        return model(batch).mean()
-
-    sizes = useful_sizes(4096, 4096)
-    expected = expect_largest(Workload(nn.Linear(2, 2), run), describe(torch.zeros(2, 2)), 2**40, sizes)
-    assert expected == Expectation(max(size for size in sizes if size <= 67), knows_no_larger=True)
-    assert not expected.forecast.points
-
-
-def search_concave_memory(fitting, *, expects_no_more):
-    """Whether a search that expects 66 samples finds the largest size, where memory grows with the square root."""
-
-    def reserve(size):
-        return int(2**30 * (1 + size**0.5))
-
-    limit, sizes = reserve(fitting), useful_sizes(4096, 4096)
-    question = Question(bound=4096, limit_bytes=limit, candidates=sizes, expected=66, expects_no_more=expects_no_more)
-    trials = []
-    while (size := next_size(question, trials)) is not None:
-        peak, outcome = reserve(size), "fits" if reserve(size) <= limit else "oom"
-        trials.append(Trial(micro_batch_size=size, outcome=outcome, peak_allocated=peak, peak_reserved=peak))
-    return choose_size(question, trials) == max(size for size in sizes if size <= fitting)
-
-
-def test_a_prediction_that_knows_no_larger_sizes_ends_no_search():
-    """Two sizes prove nothing where memory is concave, and 67 samples are all that was traced."""
-    assert all(search_concave_memory(fitting, expects_no_more=False) for fitting in range(70, 1000, 13))
-    assert not all(search_concave_memory(fitting, expects_no_more=True) for fitting in range(70, 1000, 13))

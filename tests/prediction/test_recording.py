@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import itertools
 
 import pytest
 import torch
-from lines import AtLine, interrupt
 
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.fake_device import DEVICE, present
@@ -113,32 +111,8 @@ def test_other_layouts_are_refused(make):
         make_fake(tensor)
 
 
-def test_values_of_the_optimizers_own_scalars_are_made_up():
-    """Its norms and rates decide nothing that is allocated; elsewhere there are none."""
-    with present(), FakeMode() as mode, Recorder(mode, lambda: "") as recorder:
-        recorder.log.phase = "optimizer"
-        assert _empty(1).sum().item() == 1.0
-        recorder.log.phase = "forward"
-        with pytest.raises(Exception, match="_local_scalar_dense"):
-            _empty(1).sum().item()
-
-
 def test_constants_that_the_step_closes_over_have_their_values():
     """They are real tensors on the host."""
     constant = torch.tensor(3.0)
     with present(), FakeMode() as mode, Recorder(mode, lambda: ""):
         assert constant.item() == 3.0
-
-
-def test_an_interrupt_at_any_line_comes_out():
-    """Also while a tensor is being freed: Python prints what a weak reference's callback raises, and goes on."""
-    for position in itertools.count(1):
-        with AtLine(position, interrupt, ("autobatch.prediction.tracing.recording",)) as run:
-            try:
-                _record(_alias)
-            except KeyboardInterrupt:
-                assert run.where
-            else:
-                assert not run.where
-                break
-    assert position > 20

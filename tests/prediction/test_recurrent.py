@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from sampling import sample
 from torch import nn
 
 from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.tracing.recurrent import Recurrence, reserve_bytes, workspace_bytes
+from autobatch.prediction.tracing.recurrent import Recurrence, reserve_bytes
 from autobatch.prediction.tracing.trace import trace, trace_timeline
 from autobatch.step.workload import Workload
 
 STEPS, WIDTH, HIDDEN = 5, 8, 16
-_COUNTS = st.integers(1, 40)
 
 
 def _step(model, batch):
@@ -89,17 +84,6 @@ def test_an_lstm_saves_its_result_and_one_reserve_space():
 
 @pytest.mark.predicts
 @pytest.mark.apart
-def test_gradients_of_all_weights_are_one_block():
-    """CuDNN writes them into one buffer, and nothing copies them out of it."""
-    model = nn.LSTM(WIDTH, HIDDEN, num_layers=2)
-    traced = trace(Workload(model, _step), _layout(), 2)
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    assert _sizes(traced, phase="backward", kind="gradient") == [total] * 2  # of the first micro-batch of two steps
-    assert _sizes(traced, phase="backward", kind="temporary").count(total) == 2  # of the second one
-
-
-@pytest.mark.predicts
-@pytest.mark.apart
 def test_autocast_keeps_all_weights_once_more_in_half():
     """In one buffer, which is saved for the backward pass."""
     model = nn.GRU(WIDTH, HIDDEN)
@@ -147,21 +131,3 @@ def test_a_single_cell_is_one_kernel(cell, saved):
 
     traced = trace(Workload(cell(WIDTH, HIDDEN), run), describe(torch.zeros(2, WIDTH)), 11)
     assert _sizes(traced, phase="forward", kind="activation").count(11 * saved * HIDDEN * 4) >= 4
-
-
-@given(
-    cell=st.sampled_from(["lstm", "gru", "rnn"]),
-    counts=st.tuples(*[_COUNTS] * 5),
-    directions=st.integers(1, 2),
-    drops=st.booleans(),
-)
-def test_both_spaces_grow_with_each_size(cell, counts, directions, drops):
-    """Affine in the samples and the steps, never less with more of anything."""
-    steps, samples, hidden, results, layers = counts
-    call = Recurrence(cell, steps, samples, hidden, results, layers, directions, drops=drops, dtype=torch.float32)
-    for rule in (reserve_bytes, workspace_bytes):
-        assert rule(replace(call, samples=2 * samples)) == 2 * rule(call)
-        assert rule(replace(call, steps=3 * steps)) == 3 * rule(call)
-        assert rule(replace(call, hidden=hidden + 1)) > rule(call)
-        assert rule(replace(call, layers=layers + 1)) >= rule(call)
-        assert rule(replace(call, dtype=torch.float16)) * 2 == rule(call)

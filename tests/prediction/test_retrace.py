@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.sizing import prove
@@ -15,7 +13,6 @@ LINES = Timeline(order=(1, -1), fixed=(MIB,), per_sample=(0,), blocks=(BLOCK,))
 
 
 def step_at(samples, byte_count):
-    """A step of one block."""
     return TracedStep(samples=samples, order=(1, -1), sizes=(byte_count,), blocks=(BLOCK,))
 
 
@@ -44,21 +41,6 @@ def test_a_size_at_which_it_holds_is_proven_by_one_trace():
     assert proof.estimate.timeline is LINES
 
 
-@pytest.mark.parametrize("size", [2, 67])
-def test_a_size_that_was_traced_is_not_traced_again(size):
-    """It is one of those that the timeline was made of."""
-    proof = prove(Estimate(LINES, 0), lambda _: size, lambda *_: pytest.fail("traced"))
-    assert (proof.proven_at, proof.doubt) == (size, "")
-
-
-@pytest.mark.parametrize("size", [0, 1])
-def test_one_sample_is_never_traced(size):
-    """It is another program, so a trace of it would contradict what is said of several."""
-    proof = prove(Estimate(LINES, 0), lambda _: size, lambda *_: pytest.fail("traced"))
-    assert proof.proven_at == 0
-    assert "one sample is another program" in proof.doubt
-
-
 def test_where_it_does_not_hold_the_answer_moves_and_is_traced_again():
     """Until it is one that was traced; no more than what fits there."""
     judge = judge_within(8 * MIB)
@@ -67,19 +49,6 @@ def test_where_it_does_not_hold_the_answer_moves_and_is_traced_again():
     assert proof.estimate.timeline.interpolated
     assert 512 < proof.proven_at <= 1024
     assert proof.proven_at == judge(proof.estimate)
-
-
-def test_an_answer_that_goes_on_moving_is_in_doubt():
-    """After three traces nothing more is traced."""
-    asked = []
-
-    def check(_, size):
-        asked.append(size)
-        return combine([step_at(1000 + len(asked), MIB)])
-
-    proof = prove(Estimate(LINES, 0), lambda _: 500 - len(asked), check)
-    assert asked == [500, 499, 498]
-    assert (proof.proven_at, proof.doubt) == (0, "after 3 more traces the answer had moved once more")
 
 
 def test_a_size_that_cannot_be_traced_is_in_doubt():

@@ -19,7 +19,6 @@ from autobatch.step.workload import Workload
 
 
 def make_workload(make_model, run, make_optimizer):
-    """A model and how it is trained."""
     model = make_model()
     return Workload(model, run, None, make_optimizer(model.parameters()) if make_optimizer else None)
 

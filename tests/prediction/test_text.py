@@ -52,12 +52,10 @@ def nothing():
 
 @pytest.fixture(params=["split", "whole", "nothing"])
 def any_prediction(request):
-    """Each of the three."""
     return request.getfixturevalue(request.param)
 
 
 def section(prediction, title):
-    """The lines below a title."""
     _, _, rest = prediction.explain().partition(f"\n{title}")
     assert rest, f"there is no section {title!r}"
     return rest.partition("\n\n")[0].splitlines()[1:]
@@ -80,15 +78,6 @@ def test_where_the_memory_goes_sums_to_the_peak_of_the_first_line(any_prediction
     assert read(total) == read(format_bytes(any_prediction.peak_bytes))
     held = sum(part.byte_count for part in any_prediction.breakdown)
     assert held + any_prediction.context_bytes == any_prediction.peak_bytes
-
-
-def test_modules_are_of_the_tensors_and_have_their_own_heading(any_prediction):
-    """They are other parts of the same memory: no sum with kinds."""
-    size = any_prediction.judged_size
-    lines = section(any_prediction, f"Its tensors at {size} sample")
-    assert [line.split("   ")[-1] for line in lines] == [
-        part.name or "the model itself, outside its submodules" for part in any_prediction.modules
-    ]
 
 
 def test_lines_fit_a_window(any_prediction):
@@ -114,13 +103,6 @@ def test_every_card_has_its_line(any_prediction):
         assert len(line) == len(header)
 
 
-def test_the_asked_card_is_marked_where_it_is_in_the_table(whole, split):
-    """It is not among others, and a card that has just a size is not in the table."""
-    [line] = [line for line in section(whole, "On common cards") if "<- this one" in line]
-    assert line.strip().startswith(f"{NOMINAL} *")
-    assert "<- this one" not in split.explain()
-
-
 def test_more_is_impossible_only_where_the_card_is_the_bound(split, whole, nothing):
     """Where all of the target fits, nobody asked for more."""
     assert "impossible" in split.explain()
@@ -129,16 +111,6 @@ def test_more_is_impossible_only_where_the_card_is_the_bound(split, whole, nothi
     tight = split.model_copy(update={"reach": Reach(comfortable=2001, tight=4001)})
     assert "impossible" not in tight.explain()
     assert "all 4001" in tight.explain()
-
-
-def test_a_nominal_total_and_an_interpolated_curve_are_told(whole, split):
-    """Both are reasons to be less sure."""
-    text = " ".join(" ".join(section(whole, "How sure this is")).split())
-    assert "the card's memory is nominal: " in text
-    assert "are on lines through" not in text
-    guessed = split.model_copy(update={"interpolated": True})
-    assert "all numbers for sizes that were not traced are on lines" in " ".join(guessed.explain().split())
-    assert "nominal: " not in split.explain()
 
 
 def test_of_sizes_that_were_not_judged_nothing_is_said(split):
@@ -171,22 +143,3 @@ def test_changes_that_do_not_help_are_said_not_to(split, whole, nothing):
     assert "all of the target fits as it is" in whole.model_copy(update={"changes": CHANGES}).explain()
     none = nothing.model_copy(update={"changes": CHANGES[2:3]})
     assert section(none, "What would help")[-1] == "  still nothing fits"
-
-
-def test_nothing_is_concluded_where_a_change_could_not_be_traced(split, nothing):
-    """It may be the one that helps."""
-    for prediction in (split, nothing):
-        lines = section(prediction.model_copy(update={"changes": CHANGES[2:]}), "What would help")
-        assert re.search(r"\b(none of|nothing)\b", " ".join(lines)) is None
-
-
-def test_the_table_of_sizes_marks_the_plan(split):
-    """And says what the process takes with what CUDA takes for itself."""
-    header, *lines, more = section(split, "Memory by size")
-    assert header.split() == ["size", "allocated", "reserved", "process"]
-    [marked] = [line for line in lines if "<- the plan" in line]
-    assert marked.split()[0] == str(split.judged_size)
-    assert format_bytes(split.peak_bytes) in marked
-    assert more == (
-        f"  one sample more than {split.judged_size} takes {format_bytes(split.per_sample_bytes)} in tensors"
-    )

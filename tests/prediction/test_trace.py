@@ -20,7 +20,6 @@ from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.sizing import check_timeline
 from autobatch.prediction.timeline import TracedStep
-from autobatch.prediction.tracing import fake_device
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.ranks import Parallelism
 from autobatch.prediction.tracing.trace import Circumstances, trace, trace_timeline
@@ -301,16 +300,6 @@ def test_any_of_torchs_optimizers_is_rebuilt(make):
     assert _bytes_by(trace(workload, describe(torch.zeros(2, 8)), 2), "optimizer state") > 0
 
 
-def test_a_scheduler_on_the_optimizer_steps_nothing():
-    """Schedulers put a step() of their own into the optimizer, which belongs to the original."""
-    model = ConvNet()
-    optimizer = _sgd(model)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    before = bits_of(model, optimizer)
-    trace(Workload(model, step, None, optimizer), describe(images()), 2)
-    assert differences(bits_of(model, optimizer), before) == []
-
-
 def test_a_scaler_adds_what_unscaling_takes():
     """The scaled loss and the unscaling's few scalars, and no more."""
     layout = _gpt_layout()
@@ -372,33 +361,6 @@ def test_an_encoder_in_eval_mode_takes_its_usual_way():
     model = nn.Sequential(encoder, nn.Linear(16, 4))
     assert trace(Workload(model, run), describe(torch.zeros(2, 5, 16)), 2).samples == 2
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_a_step_may_wait_for_the_card():
-    """There is nothing to wait for."""
-
-    def run(model, batch):
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        return step(model, batch)
-
-    plain = trace(_workload(ConvNet()), describe(images()), 2)
-    assert trace(_workload(ConvNet(), run=run), describe(images()), 2).sizes == plain.sizes
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, on loading the compiler
-def test_a_wrapper_does_not_hide_compiled_code_from_the_trace():
-    """What-if puts a function around the step; what is compiled inside still runs as written."""
-    model = ConvNet()
-    compiled = torch.compile(step)
-
-    def run(module, batch):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            return compiled(module, batch)
-
-    plain = trace(_workload(model, run=_autocast_step("cuda", torch.bfloat16)), describe(images()), 2)
-    assert trace(_workload(model, run=run), describe(images()), 2).sizes == plain.sizes
 
 
 def test_gradients_that_meet_are_added_in_place():
@@ -484,27 +446,6 @@ def test_what_looks_like_a_line_at_two_sizes_is_seen_at_a_third(multiple):
         assert changed.at(samples).peak() != lines.at(samples).peak()
 
 
-def test_what_every_trace_needs_is_there_before_processes_are_made(monkeypatch):
-    """Each of the two would load torch's compiler and register the device for itself, and be gone with it."""
-    seen, begin, loaded = [], trace_module.begin_apart, []
-
-    def observe(function):
-        seen.append((fake_device._registered != [], "torch._dynamo" in loaded))
-        return begin(function)
-
-    monkeypatch.setattr(trace_module, "begin_apart", observe)
-    # Here the compiler is loaded before any test.
-    monkeypatch.setattr(trace_module.importlib, "import_module", loaded.append)
-    trace_timeline(Workload(nn.Linear(4, 4), lambda model, batch: model(batch).mean()), describe(torch.zeros(2, 4)))
-    assert seen == [(True, True)] * 2
-
-
-def test_a_line_that_holds_at_a_third_size_stays_one():
-    """Nothing is changed, and nothing is said to be."""
-    workload, layout = _workload(ConvNet(), _sgd), describe(images())
-    assert check_timeline(trace_timeline(workload, layout), workload, layout, 300, Circumstances()) is None
-
-
 @pytest.mark.slow
 def test_chunks_too_large_for_two_sizes_are_seen_and_too_many_are_not_traced(monkeypatch):
     """A step that takes 100 samples at a time runs more operators than can be traced, at a size that is far enough."""
@@ -523,15 +464,6 @@ def test_chunks_too_large_for_two_sizes_are_seen_and_too_many_are_not_traced(mon
         check_timeline(lines, workload, layout, 10**6, Circumstances())
     with pytest.raises(TooLong, match="too many to trace"):
         check_timeline(changed, workload, layout, 10**6, Circumstances())
-
-
-def test_the_trace_of_one_step_is_how_one_of_two_begins():
-    """For each kind of net, in order and bytes: that is what a check of one step relies on."""
-    for model, example in ((ConvNet(), images), (GPT(dropout=0.1), tokens)):
-        workload, layout = _workload(model), describe(example())
-        once, twice = (trace(workload, layout, 3, c) for c in (Circumstances().once(), Circumstances()))
-        assert (once.order, once.sizes) == (twice.order[: len(once.order)], twice.sizes[: len(once.sizes)])
-        assert len(once.order) < 0.7 * len(twice.order)
 
 
 def test_what_grows_in_the_second_micro_batch_only_is_found():
@@ -682,13 +614,6 @@ def test_a_model_in_eval_mode_is_traced_in_train_mode_and_stays_as_it_is():
     model = GPT().eval()
     assert trace(_workload(model), _gpt_layout(), 2).sizes == trace(_workload(GPT()), _gpt_layout(), 2).sizes
     assert not any(module.training for module in model.modules())
-
-
-def test_a_caller_without_gradients_gets_the_same_trace():
-    """The step is a training step wherever it is asked about."""
-    with torch.no_grad():
-        asked = trace(_workload(GPT()), _gpt_layout(), 2)
-    assert asked.sizes == trace(_workload(GPT()), _gpt_layout(), 2).sizes
 
 
 @pytest.mark.parametrize(

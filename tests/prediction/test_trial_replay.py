@@ -54,14 +54,6 @@ def test_a_trial_begins_after_a_first_step_of_two_samples():
         assert replay.reserved(samples) == (30 + 40 + 11 * samples + samples % 2 + 12 + 30) * MIB
 
 
-def test_the_forward_pass_leaves_what_backward_needs():
-    """Of two samples, beside what was there."""
-    assert TIMELINE is not None
-    replay = TrialReplay.of(Estimate(TIMELINE))
-    assert replay.resident_bytes == 30 * MIB
-    assert replay.forward == (22 * MIB, 22 * MIB)
-
-
 def test_released_caches_are_not_reserved_and_peaks_begin_there():
     """A block that is held keeps its segment; what was freed before gives its own back."""
     order, sizes = [1, 2, -1, 3], [100 * MIB, 10 * MIB, 20 * MIB]
@@ -70,28 +62,16 @@ def test_released_caches_are_not_reserved_and_peaks_begin_there():
     assert (released.reserved, released.allocated, released.allocated_at_end) == (30 * MIB, 30 * MIB, 30 * MIB)
 
 
-def test_steps_that_are_not_two_of_two_micro_batches_are_not_replayed():
-    """Their parts cannot be told apart."""
-    one = TracedStep(samples=2, order=(1,), sizes=(512,), blocks=(Block(phase="forward", kind="activation"),))
-    two = one.model_copy(update={"samples": 3})
-    timeline = align(one, two)
-    assert timeline is not None
-    assert TrialReplay.of(Estimate(timeline)) is None
-
-
 def without_optimizer():
-    """No state and no update."""
     return Workload(Plain(torch.float32), mean_step), make_batch(2)
 
 
 def with_state():
-    """A first update that makes state."""
     model = GPT()
     return Workload(model, step, None, torch.optim.AdamW(model.parameters())), tokens()
 
 
 def without_memory_in_the_update():
-    """An update that makes nothing."""
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     return Workload(model, lambda model, rows: model(rows).square().mean(), None, optimizer), torch.randn(2, 64)

@@ -10,13 +10,11 @@ from autobatch.prediction.tracing.ranks import find_units
 
 
 def name_units(model):
-    """Their paths."""
     names = {id(module): name for name, module in model.named_modules()}
     return [names[id(unit)] for unit in find_units(model)]
 
 
 def make_pair():
-    """Two layers, which repeat as a whole."""
     return nn.Sequential(nn.Linear(3, 3), nn.ReLU())
 
 

@@ -36,7 +36,6 @@ def wide():
 
 
 def mean_of(model, batch):
-    """Any loss."""
     return model(batch).square().mean()
 
 
@@ -49,7 +48,6 @@ def changes_of(model, batch, run, optimizer, **options):
 
 @pytest.fixture(scope="module")
 def tried():
-    """On a transformer with AdamW."""
     model = GPT(layers=3)
     return changes_of(model, tokens(), step, ADAMW(model.parameters()), target_batch=64, gpu="2GiB")
 
@@ -103,11 +101,6 @@ def test_other_optimizers_are_offered_and_the_own_one_is_not(make, offered):
     assert [name for name, _, _ in others] == offered
     for _, _, optimizer in others:
         assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in trained]
-
-
-def test_without_an_optimizer_none_is_offered():
-    """What would be trained is unknown."""
-    assert not [*other_optimizers(None)]
 
 
 @pytest.mark.slow

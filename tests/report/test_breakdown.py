@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
-from report_cases import CASES, GIB, card_plan, make_plan, make_trial, plans
+from report_cases import GIB, card_plan, make_plan, make_trial, plans
 
 from autobatch.report.breakdown import chosen_trial, held_bytes, memory_parts
 
@@ -36,16 +35,3 @@ def test_an_optimizers_step_counts_with_what_it_needs_beyond_the_backward():
     trial = make_trial(4, 7 * GIB, backward_allocated=5 * GIB, optimizer_peak=7 * GIB, resident_bytes=2 * GIB)
     parts = {part.key: part.size_bytes for part in memory_parts(make_plan([trial], 4, 4, 8 * GIB))}
     assert parts == {"resident": 2 * GIB, "passes": 3 * GIB, "update": 2 * GIB, "free": GIB}
-
-
-def test_what_was_only_predicted_is_one_part():
-    """Nothing was measured from which it could be divided."""
-    parts = memory_parts(CASES["predicted"])
-    assert [part.key for part in parts] == ["peak", "free", "headroom"]
-    assert sum(part.size_bytes for part in parts) == CASES["predicted"].budget_bytes
-
-
-@pytest.mark.parametrize("name", ["unmeasured", "nothing known"])
-def test_a_device_that_tells_nothing_has_no_parts(name):
-    """No number is made up."""
-    assert memory_parts(CASES[name]) == ()

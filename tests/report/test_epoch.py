@@ -15,8 +15,6 @@ DATA = TensorDataset(torch.arange(6000.0).reshape(750, 8))
 
 
 class Stream(IterableDataset):
-    """Rows without an end that is known."""
-
     def __iter__(self):
         return iter(torch.randn(64, 8))
 
@@ -53,5 +51,4 @@ def test_the_one_call_knows_the_dataset_too():
 
 
 def first(batch):
-    """A dataset of one column gives tuples."""
     return batch[0] if isinstance(batch, tuple | list) else batch

@@ -28,7 +28,6 @@ few = settings(max_examples=20, deadline=None)
 
 
 def draw(chart):
-    """The Axes of a drawn chart."""
     ax = figures.Figure().add_subplot()
     (chart.draw if isinstance(chart, Chart) else chart)(ax)
     return ax
@@ -110,16 +109,6 @@ def test_marks_and_bands_lie_where_their_bytes_are(plan):
 
 @few
 @given(plans())
-def test_rates_lie_where_they_are(plan):
-    """Samples a second of each trial that took a time; one that ran out has none and lies on the ground."""
-    marks = tooltips(draw(partial(draw_speeds, plan)))
-    for trial in plan.trials:
-        if trial.outcome != "oom" and trial.samples_per_second:
-            assert (trial.micro_batch_size, trial.samples_per_second) in marks.values()
-
-
-@few
-@given(plans())
 def test_the_bar_is_as_long_as_the_budget(plan):
     """Its pieces lie side by side, are as long as their bytes, and each says what it is."""
     parts = memory_parts(plan)
@@ -154,14 +143,6 @@ def test_a_runs_line_has_its_sizes(sizes, data):
     assert bool(tooltips(ax)) == bool(retried)
 
 
-def test_a_size_that_grew_back_points_up():
-    """And one that went down points down; both are at the new size."""
-    changes = [{"step": 1, "old_size": 43, "new_size": 20}, {"step": 3, "old_size": 20, "new_size": 43}]
-    run = make_run([43, 20, 43], setbacks=tuple(Setback(kind="size", **change) for change in changes))
-    marks = [line for line in draw(partial(draw_run, run)).lines if line.get_gid()]
-    assert [(line.get_marker(), line.get_ydata()[0]) for line in marks] == [("v", 20), ("^", 43)]
-
-
 def test_a_run_that_ended_in_its_first_step_shows_its_setback():
     """There is no line to draw."""
     back = Setback(step=0, kind="retry", old_size=4, new_size=2, used_bytes=GIB)
@@ -194,29 +175,6 @@ def test_marks_in_svg_say_what_they_are():
     assert "43 samples: fits, 18.7 GiB" in titles
     assert "the plan: 43 samples: 18.7 GiB" in titles
     assert len(titles) == 6
-
-
-def test_far_apart_values_have_a_logarithmic_scale():
-    """From 10 KB to 200 GiB all dots are distinct."""
-    ax = draw(partial(draw_peaks, plan_peaks(CASES["from 10 KB to 200 GiB"])))
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-    assert draw(partial(draw_peaks, plan_peaks(card_plan()))).get_yscale() == "linear"
-
-
-@pytest.mark.parametrize(
-    ("budget", "labels"),
-    [
-        (22 * 2**30, ["0 GiB", "5 GiB", "10 GiB", "15 GiB", "20 GiB"]),
-        (64 * 2**20, ["0 MiB", "20 MiB", "40 MiB", "60 MiB"]),
-        (1800 * 2**10, ["0 MiB", "0.5 MiB", "1 MiB", "1.5 MiB"]),
-        (10_000, ["0 KiB", "2 KiB", "4 KiB", "6 KiB", "8 KiB", "10 KiB"]),
-    ],
-)
-def test_bytes_have_round_labels(budget, labels):
-    """All of one axis in one unit."""
-    plan = CASES["nothing known"].model_copy(update={"budget_bytes": budget})
-    ax = draw(partial(draw_peaks, plan_peaks(plan)))
-    assert [label.get_text() for label in ax.get_yticklabels()] == labels
 
 
 def test_a_long_run_is_a_small_picture():

@@ -19,7 +19,6 @@ SECONDS = (0.155, 0.161, 0.231, 0.52)
 
 
 def section(text, title):
-    """Its lines, without the title."""
     found = re.search(rf"^{re.escape(title)}\n((?:  .*\n?)+)", text, flags=re.MULTILINE)
     return [] if found is None else found[1].splitlines()
 
@@ -43,25 +42,6 @@ def test_several_computers_are_named():
     rows = section(explain_plan(plan), "Ranks")
     assert [row.rpartition("  ")[2] for row in rows[1:3]] == ["NVIDIA L4 on gpu-a", "NVIDIA L4 on gpu-b"]
     assert rows[3] == "  The slowest is rank 1: 200 ms a step by itself, rank 0 100 ms."
-
-
-def test_what_was_not_measured_is_a_dash():
-    """And nobody is the slowest."""
-    plan = make_whole_plans((64, 64), (0.0, 0.2), peak_bytes=0, budget_bytes=0, headroom_bytes=0)[0]
-    assert section(explain_plan(plan), "Ranks")[1:] == [
-        "     0       64  2 x 32            -       -        -  NVIDIA L4",
-        "     1       64  2 x 32            -       -    200.0  NVIDIA L4",
-    ]
-    assert "share='speed'" not in explain_plan(plan)
-
-
-def test_of_many_ranks_the_slowest_is_named_though_it_is_not_shown():
-    """Half of the rows are from the beginning, half from the end."""
-    seconds = [0.1] * 20 + [0.3] + [0.1] * 19
-    rows = section(explain_plan(make_whole_plans((8,) * 40, seconds, size=8)[0]), "Ranks")
-    assert len(rows) == 1 + 24 + 2
-    assert rows[-2] == "  16 more ranks between the first 12 and the last 12, not shown."
-    assert rows[-1] == "  The slowest is rank 20: 300 ms a step by itself, the others 100 ms on average."
 
 
 @pytest.mark.parametrize(

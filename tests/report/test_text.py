@@ -29,7 +29,6 @@ def words(text):
 
 @pytest.fixture(autouse=True)
 def without_matplotlib(monkeypatch):
-    """Tables are what is compared."""
     monkeypatch.setattr(html, "has_matplotlib", lambda: False)
 
 

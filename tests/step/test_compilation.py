@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from autobatch.step.model_info import is_compiled
 
 
 def compiled_in_place(**options) -> nn.Module:
-    """A module whose own call was compiled."""
     model = Plain()
     model.compile(backend="eager", **options)
     return model
@@ -46,13 +43,11 @@ class Callable:
 
 
 def compiled_step():
-    """The step, compiled."""
     return torch.compile(mean_step, backend="eager")
 
 
 @functools.wraps(compiled_step())
 def logged_step(model, batch):
-    """A wrapper around a compiled step."""
     return compiled_step()(model, batch)
 
 
@@ -93,18 +88,6 @@ def test_what_is_compiled_is_seen(make):
 def test_what_is_not_compiled_is_left_alone(make):
     """A plain step has all sizes to choose from, also one for which compilation is disabled."""
     assert not is_compiled(*make())
-
-
-@pytest.mark.slow
-def test_asking_does_not_load_the_compiler():
-    """In a program that compiles nothing, the question does not import what it would take to compile."""
-    program = (
-        "import sys, torch\nfrom autobatch.step.model_info import is_compiled\n"
-        "assert 'torch._dynamo' not in sys.modules\n"
-        "assert not is_compiled(torch.nn.Linear(2, 2), lambda model, batch: None)\n"
-        "assert 'torch._dynamo' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(("target", "size"), [(256, 86), (100, 37), (64, 64)])

@@ -21,8 +21,6 @@ X, Y = torch.ones(4, 3), torch.full((4, 3), 2.0)
 
 
 class Recorder(nn.Module):
-    """Gives back what it was called with."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args, kwargs
 

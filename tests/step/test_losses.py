@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-import autobatch
-from autobatch.errors import InvalidArgument
 from autobatch.step.losses import Mean, PerStep, Sum, read_terms
 
 pytestmark = pytest.mark.quick
 
 
 def make_loss(value: float = 3.0) -> torch.Tensor:
-    """A scalar with a graph."""
     return torch.tensor(value, requires_grad=True) * 1
 
 
@@ -46,28 +43,3 @@ def test_what_counts_for_nothing_needs_no_graph():
     """Without a label there is often no loss but a constant zero."""
     [term] = read_terms(Sum(torch.tensor(0.0), 0))
     assert term.count == 0
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ({}, "empty dict"),
-        (Mean(1.0, count=3), "returned float"),
-        ({"ce": torch.ones(2, requires_grad=True) * 1}, r"term 'ce' of step\(\) returned a loss of shape \(2,\)"),
-        ({"ce": make_loss(), "accuracy": torch.tensor(0.5)}, r"term 'accuracy'.*return \(losses, aux\)"),
-        (Mean(make_loss(), count=-1), r"Mean\(count=\) is -1\.0; it must be a number from 0 to 1e100"),
-        (Mean(make_loss(), count=float("nan")), r"Mean\(count=\) is nan"),
-        (Mean(make_loss(), count=1e308), r"Mean\(count=\) is 1e\+308"),
-        ({"ce": Sum(make_loss(), "3 tokens")}, r"Sum\(count=\) of the term 'ce' is str"),
-        (Sum(make_loss(), torch.ones(2)), r"Sum\(count=\) is a tensor of shape \(2,\) and torch.float32; it must"),
-    ],
-)
-def test_what_cannot_be_read_is_refused(returned, message):
-    """The message names the term and what is wrong with it."""
-    with pytest.raises(InvalidArgument, match=message):
-        read_terms(returned)
-
-
-def test_the_public_names_are_these():
-    """``autobatch.Mean``, ``Sum`` and ``PerStep``."""
-    assert (autobatch.Mean, autobatch.Sum, autobatch.PerStep) == (Mean, Sum, PerStep)

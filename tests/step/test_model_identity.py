@@ -20,8 +20,6 @@ from autobatch.training.step_events import device_differences
 
 
 class Other(nn.Module):
-    """Another model for the same batches."""
-
     def __init__(self, classes=4):
         super().__init__()
         self.head = nn.Linear(6, classes)
@@ -31,17 +29,14 @@ class Other(nn.Module):
 
 
 def make_model():
-    """The model that plans are made for."""
     return Plain(torch.float32)
 
 
 def adamw(model):
-    """Over all that is trained."""
     return torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
 def make_plan():
-    """As a user gets one."""
     model = make_model()
     return autobatch.fit(model, 16, batch=make_batch(4), step=mean_step, optimizer=adamw(model), max_micro_batch=4)
 
@@ -53,7 +48,6 @@ def plan():
 
 
 def start(plan, model, optimizer, caplog):
-    """The lines that a runner's start logs."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "autobatch"):
         autobatch.Runner(plan, model, mean_step, optimizer)
@@ -120,21 +114,7 @@ def test_a_runner_that_only_accumulates_needs_no_optimizer(plan, caplog):
     assert start(plan, make_model(), None, caplog) == []
 
 
-def test_a_plan_made_without_an_optimizer_says_so_itself(caplog):
-    """In its own warnings, so that the runner need not."""
-    plan = autobatch.fit(make_model(), 16, batch=make_batch(4), step=mean_step)
-    model = make_model()
-    assert start(plan, model, adamw(model), caplog) == []
-
-
-def test_a_plan_that_does_not_say_what_it_is_for_is_not_judged(plan, caplog):
-    """One that was written by hand."""
-    model = Other()
-    assert start(plan.model_copy(update={"identity": None}), model, adamw(model), caplog) == []
-
-
 def trained():
-    """The same model after a step."""
     model = make_model()
     optimizer = adamw(model)
     mean_step(model, make_batch(4)).backward()
@@ -143,14 +123,12 @@ def trained():
 
 
 def compiled_part():
-    """A part of it compiled."""
     model = make_model()
     model.body = torch.compile(model.body, backend="eager")
     return model
 
 
 def compiled_in_place():
-    """Without a wrapper."""
     model = make_model()
     model.compile(backend="eager")
     return model
@@ -190,15 +168,6 @@ def test_a_model_in_ddp_is_the_same_compiled_or_not(plan, caplog):
             assert start(plan, model, adamw(model), caplog) == []
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_plan_for_a_wrapped_model_is_for_the_model_itself(caplog):
-    """And names its class, not the wrapper's."""
-    model = torch.compile(make_model(), backend="eager")
-    plan = autobatch.fit(model, 16, batch=make_batch(4), step=mean_step, optimizer=adamw(model))
-    assert plan.model == "Plain"
-    inner = make_model()
-    assert start(plan, inner, adamw(inner), caplog) == []
 
 
 CARD, GIB = plans.L4, plans.GIB

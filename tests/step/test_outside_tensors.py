@@ -11,7 +11,6 @@ from workloads import make_batch
 import autobatch
 from autobatch.errors import DoesNotFit
 from autobatch.testing import oom_at
-from autobatch.undo.training_state import TrainingState
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -28,7 +27,6 @@ class Outside:
 
     @torch.no_grad()
     def move(self, model: nn.Module) -> None:
-        """Follow the model by a tenth."""
         new = next(model.parameters()).mean()
         for old in self.teacher.parameters():
             if self.way == "in place":
@@ -56,12 +54,10 @@ class Outside:
         return F.cross_entropy(output, labels) + (output - target).square().mean()
 
     def bits(self) -> list[list[float]]:
-        """All values."""
         tensors = [*self.teacher.state_dict().values(), self.queue, self.sparse.to_dense()]
         return [tensor.flatten().tolist() for tensor in tensors]
 
     def objects(self) -> list[int]:
-        """Which memory the teacher's parameters refer to."""
         return [parameter.data_ptr() for parameter in self.teacher.parameters()]
 
 
@@ -161,18 +157,6 @@ def test_a_step_that_never_fits_leaves_no_trace_either():
     assert outside.bits() == before
 
 
-def test_each_trial_begins_from_the_same_values_outside():
-    """Between trials they are put back too, so that no trial meets what an earlier one has written."""
-    outside, seen = Outside("in place"), []
-
-    def step(model, batch):
-        seen.append(outside.queue.abs().sum().item() == 0)
-        return outside.step(model, batch)
-
-    plan = fit(nn.Linear(6, 4), step, max_micro_batch=8)
-    assert seen.count(True) == 1 + len(plan.trials)  # the first step, and the first micro-batch of each trial
-
-
 def test_a_compiled_step_leaves_no_trace_outside():
     """Its first step is run a second time, compiled, so that what it loads is not part of a trial."""
     outside = Outside("in place")
@@ -216,13 +200,3 @@ def test_what_is_not_written_is_not_copied():
 
     fit(nn.Linear(6, 4), step)
     assert not copied
-
-
-def test_what_the_step_makes_itself_is_not_copied():
-    """Also where no operator makes it: ``torch.tensor``, of which optimizers make their counters."""
-    model, made = nn.Linear(6, 4), []
-    with TrainingState(model, None, torch.device("cpu"), host_bytes=2**30) as state:
-        before = len(state._values.saved)
-        with state.record():
-            made.extend([torch.tensor(0.0).add_(1), torch.zeros(2).add_(1), torch.ones(4)[1:].detach().add_(1)])
-        assert len(state._values.saved) == before

@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import autobatch
 from autobatch.errors import DoesNotFit
-from autobatch.records import DeviceInfo, Trial
-from autobatch.report.advice import explain_refusal
 from autobatch.step.model_info import find_savings
 
 CHECKPOINTING, AUTOCAST, SHORT = "activation checkpointing", "autocast", "16-bit parameters"
@@ -49,7 +47,6 @@ class InAutocast(Blocks):
 
 
 def plain(model, batch):
-    """Any loss."""
     return model(batch).float().square().mean()
 
 
@@ -121,19 +118,6 @@ def test_a_refusal_advises_what_is_not_on(name):
     assert "\n" not in str(caught.value)
 
 
-def test_short_parameters_are_not_advised_to_those_who_have_them():
-    """In no phase in which memory can end."""
-    device = DeviceInfo(kind="cpu", name="CPU", total_bytes=100)
-    for phase in ("forward", "backward", "gradients", "optimizer state", "update"):
-        for resident in (0, 50):
-            trial = Trial(micro_batch_size=1, outcome="oom", ended_in=phase, resident_bytes=resident)
-            text = explain_refusal(trial, "it ended", 40, 40, device, savings={SHORT})
-            assert "parameters in bfloat16" not in text
-            assert advised(text.partition("what would help")[2].replace("activation checkpointing would not", "")) <= {
-                CHECKPOINTING
-            }
-
-
 def test_the_flag_of_a_compiled_transformers_model_counts():
     """Its modules are not looked at while it runs, since it would be compiled again."""
     config = transformers.LlamaConfig(
@@ -162,12 +146,3 @@ def test_a_predicted_plan_advises_what_is_not_on(name):
     assert found.plan.accumulation_steps > 1
     assert found.plan.savings == tuple(sorted(savings))
     assert advised("".join(ADVICE.findall(found.plan.explain()))) == {CHECKPOINTING, AUTOCAST} - set(savings)
-
-
-def test_a_lazy_module_has_no_numbers_yet():
-    """What has a shape is counted, the rest is not."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4), nn.LazyBatchNorm1d())
-    assert find_savings(model) == set()
-    model[0].bfloat16()
-    assert find_savings(model) == {SHORT}
-    assert find_savings(nn.LazyLinear(4)) == set()

@@ -109,25 +109,11 @@ def test_the_step_is_called_with_model_and_batch():
     assert caught.value is error
 
 
-@pytest.mark.parametrize(
-    ("given", "weight"),
-    [(3, 3.0), (2.5, 2.5), (0, 0.0), (np.int64(5), 5.0), (torch.tensor(7), 7.0), (torch.tensor([1.5]), 1.5)],
-)
-def test_a_weight_may_be_any_number(given, weight):
-    """Python's or a tensor's; nothing to count is a count as well."""
-    assert Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weights_of("batch", 4) == {"": weight}
-
-
 @pytest.mark.parametrize("given", [True, np.bool_(True), torch.tensor(True), torch.ones(1, 1) > 0])
 def test_whether_anything_counts_is_no_weight(given):
     """Each micro-batch would count the same, whatever is in it: what was meant is a sum, not any()."""
     with pytest.raises(InvalidArgument, match=r"weigh\(\) for .* gave .*; it must return one number"):
         Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weights_of("batch", 4)
-
-
-def test_without_weigh_samples_count():
-    """The default mean is over samples."""
-    assert Workload(nn.Linear(2, 2), mean_step).weights_of("batch", 4) == {"": 4.0}
 
 
 @pytest.mark.parametrize("given", [-1, -1e-9, float("nan"), float("inf"), -float("inf"), torch.tensor(float("nan"))])

@@ -1,6 +1,4 @@
-"""The proof: memory may end at any operation of a training step, and the result is never a wrong one."""
-
-from __future__ import annotations
+"""The proof: a step may run out of memory at any operation, and its result is never wrong."""
 
 import random
 
@@ -38,7 +36,7 @@ STEPS = [(case, second) for case in CASES for second in (False, True)]
 
 @pytest.fixture(scope="module")
 def total(request):
-    """What all cases came to, printed at the end."""
+    """The sum over all cases, printed at the end."""
     tally = Tally()
     yield tally
     if sum(tally.places.values()):
@@ -67,7 +65,7 @@ def test_an_oom_at_any_operation_of_a_step(capsys, total):
     ("case", "second"), sample(STEPS, 3), ids=lambda value: getattr(value, "name", f"second step: {value}")
 )
 def test_the_proof(case, second, capsys, total):
-    """Wherever memory ends: bitwise the committed micro-batches' step, or bitwise nothing, or CannotRetry says so."""
+    """Out of memory anywhere: bitwise the committed micro-batches' step, or bitwise nothing, or CannotRetry says so."""
     tally = prove(case, STRIDE, earlier_steps=int(second), earlier_gradients=second)
     tell(capsys, f"{case.name}, {'second' if second else 'first'} step", tally, total)
     assert tally.outcomes["restarted"] >= 20 // STRIDE

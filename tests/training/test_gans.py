@@ -1,6 +1,4 @@
-"""GANs: two Runners that share a model end on the weights of a loop by hand, and memory may end in either."""
-
-from __future__ import annotations
+"""GANs: two Runners that share a model end on the weights of a loop by hand, also where either runs out of memory."""
 
 from functools import cache
 
@@ -25,7 +23,6 @@ class Gan(nn.Module):
 
 
 def judge(gan, batch):
-    """The critic's loss."""
     with torch.no_grad():
         made = gan.generator(batch["noise"])
     real = bce(gan.critic(batch["points"]), torch.ones(len(made), 1, dtype=torch.float64))
@@ -33,12 +30,10 @@ def judge(gan, batch):
 
 
 def deceive(gan, batch):
-    """The generator's."""
     return bce(gan.critic(gan.generator(batch["noise"])), torch.ones(len(batch["noise"]), 1, dtype=torch.float64))
 
 
 def make_batch(seed):
-    """Points and noise."""
     draw = torch.Generator().manual_seed(seed)
     return {
         "points": torch.randn(12, 2, generator=draw, dtype=torch.float64) + 3,
@@ -47,13 +42,11 @@ def make_batch(seed):
 
 
 def make_optimizers(gan):
-    """Of the critic and of the generator."""
     return [torch.optim.Adam(part.parameters(), lr=0.05, betas=(0.5, 0.9)) for part in (gan.critic, gan.generator)]
 
 
 @cache
 def train_by_hand():
-    """The full batch at once."""
     torch.manual_seed(0)
     gan = Gan()
     for_critic, for_generator = make_optimizers(gan)
@@ -76,8 +69,6 @@ def make_plan(step):
 
 
 class Training:
-    """Two Runners."""
-
     def __init__(self):
         plans = [make_plan(judge), make_plan(deceive)]
         torch.manual_seed(0)
@@ -88,7 +79,7 @@ class Training:
         ]
 
     def run(self, number, *, freezes=False):
-        """One step of each; how often memory ended."""
+        """One step of each; the number of retries."""
         critic, generator = self.runners
         retries = critic.step(make_batch(number)).retries
         self.gan.critic.requires_grad_(not freezes)

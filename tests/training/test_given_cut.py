@@ -1,7 +1,5 @@
 """``Runner(cut=)``: the user says which samples run together, and the step stays that of the whole batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -68,7 +66,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_groups_may_come_in_any_form(form):
-    """What a sampler yields, an array's rows, a generator."""
+    """A sampler's lists, an array's rows, a generator."""
     _, runner = make_runner(FORMS[form])
     assert runner.accumulate(make_batch(4, torch.float64)).samples == ((3, 0), (1, 2))
 
@@ -87,20 +85,6 @@ def test_what_is_beside_the_loss_comes_in_the_order_of_the_groups():
     rows = torch.tensor([row for rows in result.samples for row in rows])
     assert rows.tolist() == [1, 3, 0, 2, 5, 7, 9, 4, 6, 8]
     assert torch.equal(torch.cat(result.aux), whole[0][rows, 0])
-
-
-def test_neighbours_are_views_of_the_batch():
-    """Only samples that lie apart are gathered."""
-    seen = []
-
-    def step(model, batch):
-        seen.append(batch[0].untyped_storage().data_ptr())
-        return mean_step(model, batch)
-
-    batch = make_batch(6, torch.float64)
-    _, runner = make_runner(lambda whole, largest: [[2, 3, 4], [0, 1, 5]], step)
-    runner.accumulate(batch)
-    assert [pointer == batch[0].untyped_storage().data_ptr() for pointer in seen] == [True, False]
 
 
 def test_it_is_given_the_size_that_runs_now(quiet_log):
@@ -122,30 +106,6 @@ def test_it_is_given_the_size_that_runs_now(quiet_log):
     assert [row for rows in result.samples for row in rows] == [5, 0, 3, 6, 1, 2, 4, 7]
     runner.accumulate(batch)
     assert sizes == [4, 3]
-
-
-def test_counts_of_ones_own_are_those_of_each_group():
-    """``weigh`` is asked of the samples that run together."""
-    batch = torch.randn(6, 6, dtype=torch.float64), torch.tensor([0, 3, 3, 1, 3, 2])
-
-    def step(model, part):
-        return nn.functional.cross_entropy(model(part[0]), part[1], ignore_index=3)
-
-    torch.manual_seed(2)
-    model = Plain(torch.float64)
-    device = FakeDevice(lambda n: 10 + n, total_bytes=1000)
-    runner = autobatch.Runner(
-        PLAN,
-        model,
-        step,
-        None,
-        weigh=lambda part: (part[1] != 3).sum(),
-        cut=lambda whole, largest: [[1, 2, 4], [5, 3], [0]],
-        device=device,
-    )
-    expected = full_batch_gradient(model, step, batch)
-    runner.accumulate(batch)
-    assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -175,13 +135,6 @@ def test_a_sample_that_is_lost_or_comes_twice_is_refused(groups):
     assert runner.steps == 0
     given[0] = [[0, 1, 2, 3]]
     assert runner.accumulate(make_batch(4, torch.float64)).micro_batch_sizes == (4,)
-
-
-def test_an_error_of_the_function_comes_out_as_it_was_raised():
-    """As one of the step does."""
-    _, runner = make_runner(lambda batch, largest: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        runner.accumulate(make_batch(4, torch.float64))
 
 
 def test_a_plan_by_length_needs_its_cut():

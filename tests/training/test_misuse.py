@@ -1,7 +1,5 @@
 """Warnings of what a loop around a Runner does otherwise than planned: sizes, and things that are stepped twice."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging
@@ -16,19 +14,16 @@ from workloads import Plain, make_batch, mean_step
 import autobatch
 from autobatch.events import BatchDiffers, SteppedTwice
 from autobatch.testing import FakeDevice, oom_at
-from autobatch.training.misuse import StepSizes
 
 TARGET = 8
 
 
 def make_device():
-    """Memory for everything."""
     return FakeDevice(lambda n: 10 + n, total_bytes=1000)
 
 
 @pytest.fixture(scope="module")
 def plan():
-    """Of all Runners here."""
     return autobatch.fit(
         Plain(torch.float64),
         TARGET,
@@ -67,7 +62,7 @@ class Training:
         )
 
     def warnings(self, kind):
-        """Of one kind; each is logged at WARNING and in one line."""
+        """Warnings of one kind; each is logged at WARNING and in one line."""
         found = [event for event in self.events if isinstance(event, kind)]
         assert all(event.level == logging.WARNING and "\n" not in str(event) for event in found)
         return found
@@ -88,18 +83,15 @@ SIZES = {
 
 
 def call_step(runner, samples):
-    """One batch."""
     runner.step(batch_of(samples))
 
 
 def call_step_over(runner, samples):
-    """Two batches, where there are two samples."""
     parts = [tensor.split(max(1, samples // 2)) for tensor in batch_of(samples)]
     runner.step_over(zip(*parts, strict=True))
 
 
 def call_accumulate(runner, samples):
-    """The update is the user's."""
     runner.accumulate(batch_of(samples))
 
 
@@ -165,17 +157,6 @@ def test_a_step_that_was_undone_does_not_count(plan):
     assert not training.warnings(BatchDiffers)
 
 
-def test_a_step_without_samples_is_no_accident():
-    """As of a rank whose loader has ended."""
-    sizes = StepSizes(8)
-    sizes.last = 8
-    assert not sizes.surprise(0)
-    assert not sizes.surprise(5)
-    sizes.last = 5
-    assert not sizes.surprise(0)
-    assert sizes.surprise(5)
-
-
 @pytest.mark.parametrize("adapter", sample(["Trainer", "Lightning"], 2))
 def test_a_frameworks_loop_is_not_warned_of(plan, adapter):
     """Its sizes and schedules are the framework's: an adapter says at its start what cannot be reached."""
@@ -194,13 +175,11 @@ def test_a_frameworks_loop_is_not_warned_of(plan, adapter):
 
 
 def sequential(optimizer):
-    """Two schedulers after each other."""
     parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
     return lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
 
 
 def chained(optimizer):
-    """Two schedulers at once."""
     return lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
     )
@@ -233,27 +212,6 @@ def test_a_scheduler_that_the_loop_steps_too_is_named_once(plan, name, times):
     assert event.step == 1
 
 
-def test_one_of_several_schedulers_is_named(plan):
-    """Not the others."""
-    training = Training(plan, optimizer=torch.optim.SGD)
-    second = lr_scheduler.ExponentialLR(training.optimizer, 0.9)
-    both = [lr_scheduler.StepLR(training.optimizer, 3), second]
-    watched = autobatch.Runner(
-        plan,
-        training.model,
-        mean_step,
-        training.optimizer,
-        scheduler=both,
-        device=make_device(),
-        hooks=[training.events.append],
-    )
-    watched.step(batch_of(8))
-    second.step()
-    watched.step(batch_of(8))
-    [event] = training.warnings(SteppedTwice)
-    assert event.names == ("ExponentialLR",)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop])
 def test_an_optimizer_that_the_loop_steps_too_is_named(plan, kind):
     """It moved by a gradient that the Runner does not know."""
@@ -283,7 +241,6 @@ def test_a_scaler_that_the_loop_updates_too_is_named(plan):
 
 
 def saved(part):
-    """As a checkpoint on disk."""
     file = io.BytesIO()
     torch.save(part.state_dict(), file)
     file.seek(0)
@@ -291,7 +248,7 @@ def saved(part):
 
 
 def load_later_states(training, plan):
-    """Of a run that is one and more steps ahead."""
+    """States of a run that is one and more steps ahead."""
     ahead = Training(plan, scheduler=SCHEDULERS["StepLR"], scaler=torch.amp.GradScaler("cpu"))
     for _ in range(4):
         ahead.runner.step(batch_of(8))
@@ -301,7 +258,6 @@ def load_later_states(training, plan):
 
 
 def load_a_runner_too(training, plan):
-    """The whole checkpoint."""
     ahead = Training(plan, scheduler=SCHEDULERS["StepLR"], scaler=torch.amp.GradScaler("cpu"))
     ahead.runner.step(batch_of(8))
     ahead.runner.step(batch_of(8))
@@ -311,7 +267,6 @@ def load_a_runner_too(training, plan):
 
 
 def go_back(training, _):
-    """To a copy in memory."""
     kept = copy.deepcopy([training.scheduler.state_dict(), training.optimizer.state_dict()])
     training.runner.step(batch_of(8))
     training.scheduler.load_state_dict(kept[0])
@@ -325,7 +280,6 @@ def step_another_scheduler(training, _):
 
 
 def set_a_rate(training, _):
-    """Between two steps, as warm-up by hand."""
     training.optimizer.param_groups[0]["lr"] = 0.5
 
 
@@ -396,47 +350,4 @@ def test_what_a_loop_may_do_is_not_warned_of(plan, between):
     training.runner.step(batch_of(8))
     between(training, plan)
     training.runner.step(batch_of(8))
-    assert not training.warnings(SteppedTwice)
-
-
-class Slotted:
-    """A scheduler that shows nothing, and cannot be referred to weakly."""
-
-    __slots__ = ("steps",)
-
-    def __init__(self, _):
-        self.steps = 0
-
-    def step(self):
-        self.steps += 1
-
-
-class Unhashable(lr_scheduler.StepLR):
-    """It is equal by what it holds."""
-
-    __hash__ = None
-
-    def __init__(self, optimizer):
-        super().__init__(optimizer, 1)
-
-
-class Answering:
-    """It has every attribute that it is asked for, and none of them is a number."""
-
-    def __init__(self, _):
-        self.steps = 0
-
-    def __getattr__(self, name):
-        return object()
-
-    def step(self):
-        self.steps += 1
-
-
-@pytest.mark.parametrize("kind", [Slotted, Unhashable, Answering])
-def test_a_scheduler_that_cannot_be_watched_is_stepped_all_the_same(plan, kind):
-    """Once a step, without an error."""
-    training = Training(plan, scheduler=kind)
-    for _ in range(2):
-        training.runner.step(batch_of(8))
     assert not training.warnings(SteppedTwice)

@@ -1,23 +1,12 @@
-"""Where in a trial memory ended: found from what happened, said in the refusal, with what would help there."""
-
-from __future__ import annotations
+"""The refusal names the phase of the trial that ran out of memory, and the remedies for that phase."""
 
 import pytest
 import torch
 from sampling import sample
 from torch import nn
-from torch.nn import functional as F
-from workloads import make_batch
 
 import autobatch
-from autobatch.batch.samples import describe
 from autobatch.errors import DoesNotFit
-from autobatch.fitting.probe import Probe
-from autobatch.step.workload import Workload
-from autobatch.testing import FakeDevice, oom_at
-from autobatch.undo.training_state import TrainingState
-
-ROOMY = 10**9
 
 
 class ByHand(torch.optim.Optimizer):
@@ -36,92 +25,7 @@ class ByHand(torch.optim.Optimizer):
             parameter.sub_(state["mean"] * 0.1)
 
 
-OPTIMIZERS = {
-    "AdamW": lambda p: torch.optim.AdamW(p, foreach=False),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, foreach=False),
-    "by hand": ByHand,
-}
-
-
-def spy(optimizer, log):
-    """Note the beginning of each step of the optimizer, and what state there is."""
-    step = optimizer.step
-
-    def noted(closure=None):
-        log.append(("optimizer", sum(len(state) for state in optimizer.state.values())))
-        return step()
-
-    optimizer.step = noted
-    return optimizer
-
-
-def run_with_oom(make, position, resumed=False):
-    """One trial in which memory ends at that operation, and what had begun by then, in order."""
-    torch.manual_seed(0)
-    log = []
-    model = nn.Linear(6, 4, bias=False)
-    optimizer = OPTIMIZERS[make](model.parameters())
-    if resumed:
-        F.cross_entropy(model(make_batch(4)[0]), make_batch(4)[1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def step(model, batch):
-        log.append(("forward", 0))
-        loss = F.cross_entropy(model(batch[0]), batch[1])
-        loss.register_hook(lambda _: log.append(("backward", 0)))
-        return loss
-
-    workload, device = Workload(model, step, None, spy(optimizer, log)), FakeDevice(lambda n: n, ROOMY)
-    with TrainingState(model, optimizer, torch.device("cpu"), host_bytes=ROOMY) as state:
-        probe = Probe(workload, describe(make_batch(8)), device, ROOMY, state)
-        with oom_at(position) as planned:
-            try:
-                trial = probe.run(4)
-            except torch.OutOfMemoryError:  # in what stands around a trial: values that are put back
-                trial = None
-    return trial, log, planned
-
-
-def expect(log, make, resumed):
-    """The phases that may be meant, by the last thing that had begun."""
-    if not log or log[-1][0] == "forward":
-        return {"forward", "backward"}  # the loss's own gradient is made before its hook runs
-    if log[-1][0] == "backward":
-        return {"backward", "optimizer state"} if make == "AdamW" else {"backward"}
-    is_first = sum(kind == "optimizer" for kind, _ in log) == 1
-    makes_state = make in ("momentum", "by hand") and not resumed
-    return {"optimizer state"} if makes_state and is_first else {"update"}
-
-
-@pytest.mark.parametrize(("make", "resumed"), [*((make, False) for make in OPTIMIZERS), ("momentum", True)])
-def test_the_phase_is_the_one_in_which_memory_ended(make, resumed):
-    """At every operation of a trial: what had begun last is what is named, and each phase comes in its turn."""
-    _, _, planned = run_with_oom(make, 10**9, resumed)
-    seen = []
-    for position in range(1, planned.operations + 1):
-        trial, log, planned = run_with_oom(make, position, resumed)
-        if trial is None:
-            continue
-        assert trial.outcome == "oom"
-        assert trial.ended_in in expect(log, make, resumed), (position, log[-1:], trial.ended_in, planned.raised)
-        seen.append(trial.ended_in)
-    order = [phase for index, phase in enumerate(seen) if index == 0 or seen[index - 1] != phase]
-    first = {"AdamW": ["optimizer state", "update"], "SGD": ["update"]}.get(make, ["optimizer state"])
-    later = ["forward", "backward", "forward", "backward", "update"]
-    assert order == ["forward", "backward", *(["update"] if resumed else first), *later]
-
-
-def test_a_trial_that_fits_ended_in_nothing():
-    """Nor does one whose outcome is only that the allocator had to give memory back."""
-    trial, _, _ = run_with_oom("AdamW", 10**9)
-    assert (trial.outcome, trial.ended_in) == ("fits", None)
-
-
 class Deep(nn.Module):
-    """Many parameters, few activations."""
-
     def __init__(self, width=128, layers=6):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
@@ -173,8 +77,6 @@ def test_an_update_that_does_not_fit_is_named():
 
 
 class Busy(nn.Module):
-    """Few parameters, many activations."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(8))
@@ -187,7 +89,7 @@ class Busy(nn.Module):
 
 
 def test_a_pass_that_does_not_fit_is_named():
-    """Where the activations of one sample are too many, checkpointing and smaller inputs help."""
+    """Checkpointing and smaller inputs help against too many activations of one sample."""
     with pytest.raises(DoesNotFit) as caught:
         autobatch.fit(Busy(), 8, batch=torch.randn(2, 8), budget="400KiB")
     text = str(caught.value)
@@ -197,19 +99,11 @@ def test_a_pass_that_does_not_fit_is_named():
 
 
 def test_a_model_that_does_not_fit_by_itself_is_named():
-    """What is there before the first sample is more than the limit."""
+    """The model alone takes more than the limit."""
     text = refuse(0.5, lambda p: torch.optim.SGD(p, lr=0.1))
     assert text.startswith("a micro-batch of 1 sample does not fit on CPU, as the model by itself does not")
     assert "parameters in bfloat16" in text
     assert SMALLER_DOES_NOT_HELP in text
-
-
-def test_a_formula_that_does_not_fit_is_a_pass():
-    """A fake device runs out where a micro-batch begins."""
-    device = FakeDevice(lambda n: 50 + 60 * n, total_bytes=100)
-    model = Deep(8, 1)
-    with pytest.raises(DoesNotFit, match="a micro-batch of 1 sample does not fit on fake device: memory ended in the"):
-        autobatch.fit(model, 8, batch=torch.randn(2, 8), device=device, headroom=0)
 
 
 @pytest.mark.parametrize("steps", sample([0, 1, 3], 3))

@@ -31,7 +31,6 @@ def weighted_step(model, batch):
 
 
 def sum_weights(batch):
-    """What it is over."""
     return (batch[1] + 1.0).sum()
 
 
@@ -46,7 +45,6 @@ def stated_step(model, batch):
 
 
 def whole_stated_step(model, batch):
-    """What its terms add up to."""
     outputs = model(batch[0])
     mean = F.cross_entropy(outputs, batch[1]) + outputs.square().sum() / len(batch[1])
     return mean + 0.01 * model.head.weight.square().sum()
@@ -60,7 +58,6 @@ STEPS = {
 
 
 def make_device():
-    """Memory for everything."""
     return FakeDevice(lambda n: 10 + n, total_bytes=1000)
 
 
@@ -80,7 +77,6 @@ def make_plan(target, largest, step, make_example, **options):
 
 
 def pair(x, y):
-    """Inputs and labels."""
     return x, y
 
 
@@ -96,7 +92,6 @@ def make_runner(target=16, largest=5, step=mean_step, make_example=pair, *, weig
 
 
 def split(batch, sizes):
-    """Batches of these sizes."""
     return [*zip(*(tensor.split(sizes) for tensor in batch), strict=True)]
 
 
@@ -116,7 +111,6 @@ def train_by_hand(samples, target, step=mean_step, passes=1, *, drop_last=False)
 
 
 def assert_same_weights(model, expected, tolerance=1e-12):
-    """To rounding."""
     for (name, found), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found, other, rtol=tolerance, atol=tolerance, msg=name)
 
@@ -151,8 +145,6 @@ class Pair:
 
 
 class Rows:
-    """A type that is registered."""
-
     def __init__(self, x, y):
         self.x, self.y = x, y
 
@@ -163,7 +155,6 @@ autobatch.batches.register(
 
 
 def pair_step(model, batch):
-    """Of fields."""
     return F.cross_entropy(model(torch.as_tensor(batch.x)), torch.as_tensor(batch.y))
 
 
@@ -187,13 +178,11 @@ KINDS = {
 
 
 def first_two(model, batch):
-    """A field that all samples share."""
     assert len(batch) == 3
     return mean_step(model, batch[:2])
 
 
 def penalty_step(model, batch):
-    """It needs the gradient of its inputs."""
     inputs = batch[0]
     assert inputs.requires_grad
     assert inputs.is_leaf
@@ -217,22 +206,6 @@ def test_batches_may_be_in_any_container(kind):
     assert_same_weights(model, train_by_hand(whole, 12, by_hand))
 
 
-def test_batches_that_cannot_be_joined_run_side_by_side():
-    """Such as text that each batch pads to its own longest sample."""
-
-    def step(model, batch):
-        return mean_step(model, (batch[0].sum(1), batch[1]))
-
-    whole = make_batch(20, torch.float64)
-    batches = [
-        (torch.stack([x / width] * width, 1), y)
-        for width, (x, y) in zip((1, 2, 3, 4), split(whole, [7, 7, 3, 3]), strict=True)
-    ]
-    model, _, runner = make_runner(10, 4, step, lambda x, y: (x[:, None], y))
-    assert [result.micro_batch_sizes for result in runner.run(batches)] == [(4, 3, 3), (4, 3, 3)]
-    assert_same_weights(model, train_by_hand(whole, 10))
-
-
 def find_lengths(batch):
     """Numbers that are not 0, of which padding is made."""
     return (batch[0] != 0).sum(1)
@@ -251,7 +224,6 @@ def sum_step(model, batch):
 
 
 def threes(batch, _):
-    """Which samples run together."""
     return [*torch.arange(len(batch[0])).split(3)]
 
 
@@ -277,19 +249,7 @@ def test_nothing_is_carried_from_one_pass_into_the_next():
     assert runner.passes == 3
 
 
-def test_a_step_that_is_short_of_memory_is_retried():
-    """As any other."""
-    whole = make_batch(30, torch.float64)
-    model, _, runner = make_runner(12)
-    with oom_at(20, 60):
-        results = [*runner.run(split(whole, [8, 8, 8, 6]))]
-    assert sum(result.retries for result in results) == 2
-    assert_same_weights(model, train_by_hand(whole, 12))
-
-
 class Stream(IterableDataset):
-    """Samples without an end that anybody knows."""
-
     def __iter__(self):
         yield from zip(*make_batch(30, torch.float64), strict=True)
 
@@ -317,8 +277,6 @@ def test_loaders_of_any_kind(kind):
 
 
 class Ordered:
-    """Something that hears of epochs."""
-
     def __init__(self, order=()):
         self.order, self.epochs = order, []
 
@@ -333,8 +291,6 @@ class Ordered:
 
 
 class OrderedData(Ordered):
-    """A dataset that does."""
-
     def __getitem__(self, index):
         return self.order[index]
 
@@ -360,8 +316,6 @@ def test_each_epoch_is_told_to_what_orders_the_samples():
 
 
 class Dropping(nn.Module):
-    """Draws random numbers in each micro-batch."""
-
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.4), nn.Tanh(), nn.Linear(9, 4))
@@ -371,7 +325,7 @@ class Dropping(nn.Module):
 
 
 class Training:
-    """What a program makes, in the first run and in one that is resumed."""
+    """The objects of a program, in the first run and in one that is resumed."""
 
     def __init__(self, make_loader):
         torch.manual_seed(5)
@@ -392,13 +346,12 @@ class Training:
         self.loader = make_loader(plan)
 
     def state(self):
-        """As a checkpoint has it."""
         kept = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         runner = json.loads(json.dumps(self.runner.state_dict()))
         return copy.deepcopy({**kept, "runner": runner, "random": torch.get_rng_state()})
 
     def load(self, state):
-        """A copy: training goes on in what is loaded."""
+        """A copy: training continues in the loaded tensors."""
         state = copy.deepcopy(state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -608,8 +561,6 @@ def make_alike():
 
 
 class Samples(IterableDataset):
-    """Yields single samples."""
-
     def __init__(self, data):
         self.data = data
 

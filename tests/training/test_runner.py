@@ -1,9 +1,8 @@
-"""``Runner``: one exact optimizer step after another, also when memory ends."""
-
-from __future__ import annotations
+"""``Runner``: one exact optimizer step after another, also when the device runs out of memory."""
 
 import gc
 import logging
+import sys
 
 import plans
 import pytest
@@ -27,7 +26,7 @@ from workloads import (
 
 import autobatch
 from autobatch.errors import CannotRetry, DoesNotFit, InvalidArgument
-from autobatch.events import BatchDiffers, Retried, SizeChanged, StepFailed, StepFinished
+from autobatch.events import Retried, SizeChanged, StepFailed, StepFinished
 from autobatch.memory.cpu import CpuDevice
 from autobatch.testing import FakeDevice, oom_at, tenant
 
@@ -203,25 +202,6 @@ def test_thrash_in_two_steps_running_shrinks_the_next_one():
     assert [event.reason for event in events if isinstance(event, SizeChanged)] == ["thrash"]
 
 
-@pytest.mark.parametrize("update", [True, False], ids=["step", "accumulate"])
-def test_sparse_gradients_are_counted_where_memory_is_measured(update):
-    """An embedding's sparse gradient, sparse optimizer state and sparse aux: bytes are asked of all of them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(2000, 16, sparse=True), nn.Flatten(), nn.Linear(128, 4))
-    batch = (torch.randint(2000, (64, 8)), torch.randint(4, (64,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step(model, part):
-        return mean_step(model, part), {"table": torch.eye(3).to_sparse()}
-
-    budget = CpuDevice().usage().allocated + 2**20
-    plan = autobatch.fit(model, 64, batch=batch, step=step, optimizer=optimizer, budget=budget, max_micro_batch=16)
-    runner = autobatch.Runner(plan, model, step, optimizer)
-    for _ in range(2):
-        result = runner.step(batch) if update else runner.accumulate(batch)
-        assert 0 < result.peak_bytes <= budget
-
-
 def test_a_batch_with_nothing_to_count_is_skipped_and_said(caplog):
     """No update, no scheduler step, no change: a result that says so and one warning."""
     model, optimizer, _ = make_runner(8, 4)
@@ -299,45 +279,6 @@ def test_a_loop_inside_autocast_trains_as_one_that_enters_it_each_step():
                     losses.append(float(runner.step(make_batch(8)).loss))
     assert losses[:4] == losses[4:]
     assert losses[3] < losses[0]
-
-
-@pytest.mark.quick
-def test_the_target_is_never_changed_in_silence(caplog):
-    """After any number of retries all samples of the batch are in the update."""
-    _, _, runner = make_runner(37, 37)
-    with oom_at(20, 40, 70):
-        result = runner.step(make_batch(37, torch.float64))
-    assert result.retries == 3
-    assert sum(result.micro_batch_sizes) == 37
-
-
-def test_a_batch_of_another_size_is_run_as_given_and_reported_once():
-    """Its gradient is its own mean."""
-    events = []
-    model, _, runner = make_runner(16, 5, hooks=[events.append])
-    batch = make_batch(9, torch.float64)
-    expected = full_batch_gradient(model, mean_step, batch)
-    runner.accumulate(batch)
-    assert relative_error(gradients_of(model), expected) <= 1e-12
-    runner.accumulate(batch)
-    [reported] = [event for event in events if isinstance(event, BatchDiffers)]
-    assert (reported.samples, reported.planned) == (9, 16)
-
-
-def test_step_over_takes_smaller_batches_as_one():
-    """Batches of a loader that cannot yield the target at once make one step together, from any iterable."""
-    model, _, runner = make_runner(24, 5)
-    whole = make_batch(24, torch.float64)
-    before = [p.detach().clone() for p in model.parameters()]
-    expected = full_batch_gradient(model, mean_step, whole)
-    parts = zip(whole[0].split(10), whole[1].split(10), strict=True)
-    result = runner.step_over(part for part in parts)
-    assert result.micro_batch_sizes == (5, 5, 5, 5, 4)
-    for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
-        if expected[name] is not None:
-            torch.testing.assert_close(parameter, old - 0.1 * expected[name], rtol=1e-12, atol=1e-15)
-    with pytest.raises(InvalidArgument, match="no batches"):
-        runner.step_over([])
 
 
 def test_a_tuple_of_tensors_is_one_batch_and_no_several():
@@ -418,6 +359,19 @@ def test_a_gradient_that_was_in_an_update_is_in_no_other(where, scaled):
     model.load_state_dict(kept)
     runner.step(batch)
     assert not differences(dict(model.state_dict()), expected)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
+@pytest.mark.parametrize("where", ["optimizer", "scheduler"])
+def test_an_interrupt_in_the_update_says_that_it_had_begun(where):
+    """A program that catches it and continues has to know that parameters may have moved."""
+    model, optimizer, runner = make_runner(8, 4)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    runner = autobatch.Runner(runner.plan, model, mean_step, optimizer, scheduler=scheduler)
+    {"optimizer": optimizer, "scheduler": scheduler}[where].step = fail_with(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        runner.step(make_batch(8, torch.float64))
+    assert [note for note in caught.value.__notes__ if note.startswith("the update had begun: ")]
 
 
 def fail_with(error):
@@ -619,28 +573,6 @@ def test_a_runner_without_an_optimizer_accumulates_only():
         runner.step(make_batch(8, torch.float64))
 
 
-def test_without_a_step_the_models_own_loss_is_used():
-    """The same default as in ``fit``."""
-
-    class Output(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 1)
-
-        def forward(self, inputs, labels):
-            loss = F.mse_loss(self.layer(inputs)[:, 0], labels.float())
-            return {"loss": loss}
-
-    model = Output()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, labels = make_batch(12)
-    batch = {"inputs": inputs, "labels": labels}
-    plan = autobatch.fit(model, 12, batch=batch, optimizer=optimizer, max_micro_batch=5)
-    expected = full_batch_gradient(model, lambda m, b: m(**b)["loss"], batch)
-    autobatch.Runner(plan, model, None, optimizer).accumulate(batch)
-    assert relative_error(gradients_of(model), expected) <= 1e-6
-
-
 def test_clipping_with_a_scaler_is_of_what_the_scaler_divided():
     """With only a part of the model in the optimizer the norm must not contain gradients that are still scaled."""
     moved = []
@@ -681,23 +613,6 @@ def test_an_update_without_room_is_undone_before_it_begins():
     runner.step(inputs)
 
 
-def test_longer_samples_are_counted_and_kept_in_the_budget():
-    """Every step is, since the budget was passed."""
-    model = nn.Linear(1, 64)
-
-    def step(model, part):
-        return model(part.unsqueeze(-1)).square().mean()
-
-    plan = autobatch.fit(model, 8, batch=torch.ones(8, 4), step=step, budget=CpuDevice().usage().allocated + 900_000)
-    runner = autobatch.Runner(plan, model, step, None)
-    for _ in range(3):
-        assert runner.accumulate(torch.ones(8, 4)).retries == 0
-    model.zero_grad()
-    result = runner.accumulate(torch.ones(8, 400))
-    assert result.retries >= 1
-    assert plan.peak_bytes < result.peak_bytes <= plan.budget_bytes
-
-
 def test_gradients_from_before_are_told_once(caplog):
     """They become part of the update, which most loops do not mean: a warning says so, once."""
     model, _, runner = make_runner(8, 4)
@@ -719,34 +634,11 @@ def test_an_update_inside_the_backward_pass_is_refused():
 
 
 def test_a_plan_made_with_weigh_needs_it_in_training():
-    """Forgetting it would weigh by samples in silence."""
+    """A Runner without it would weigh by samples."""
     model = Plain(torch.float32)
     plan = autobatch.fit(model, 8, batch=make_batch(8), step=mean_step, weigh=lambda b: len(b[0]))
     with pytest.raises(InvalidArgument, match="pass the same weigh= to both"):
         autobatch.Runner(plan, model, mean_step, None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"plan": "plan.json"}, "plan is a str"),
-        ({"model": None}, "model=None is not a torch.nn.Module"),
-        ({"step": "step"}, "step='step' cannot be called"),
-        ({"optimizer": {}}, "optimizer=a dict is not an optimizer"),
-        ({"weigh": 3}, "weigh=3 cannot be called"),
-        ({"scaler": True}, "scaler is a bool"),
-        ({"max_grad_norm": "1"}, "max_grad_norm='1'"),
-        ({"scheduler": "cosine"}, "scheduler is a str without step"),
-        ({"device": "cuda"}, "the model is on cpu"),
-    ],
-)
-def test_arguments_of_the_wrong_kind_are_named(changes, message):
-    """No foreign traceback later, where it is hard to read: the argument is named when the runner is made."""
-    model = Plain(torch.float32)
-    arguments = {"plan": make_plan(model, 8, 4), "model": model, "step": mean_step, "optimizer": None, **changes}
-    positional = [arguments.pop(name) for name in ("plan", "model", "step", "optimizer")]
-    with pytest.raises(InvalidArgument, match=message):
-        autobatch.Runner(*positional, **arguments)
 
 
 def test_a_scheduler_that_wants_a_metric_is_refused_before_any_update():
@@ -769,3 +661,13 @@ def test_a_loader_in_the_place_of_a_batch_is_named(call, kind):
     assert "register" not in str(caught.value)
     assert "\n" not in str(caught.value)
     assert runner.steps == 0
+
+
+@pytest.mark.quick
+def test_the_target_is_never_changed_in_silence(caplog):
+    """After any number of retries all samples of the batch are in the update."""
+    _, _, runner = make_runner(37, 37)
+    with oom_at(20, 40, 70):
+        result = runner.step(make_batch(37, torch.float64))
+    assert result.retries == 3
+    assert sum(result.micro_batch_sizes) == 37

@@ -1,7 +1,5 @@
 """``Runner.fit``: the plan and the steps of ``fit`` and ``Runner``, with nothing said twice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from autobatch.testing import FakeDevice
 
 
 def make_training():
-    """From one seed."""
     torch.manual_seed(0)
     model = Plain(torch.float32)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -46,8 +43,6 @@ def test_it_is_the_two_calls_in_one():
 
 
 class Counter(nn.Module):
-    """A metric as a module."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("total", torch.zeros(()))
@@ -85,7 +80,7 @@ def test_a_subclass_makes_its_own():
 
 
 def test_errors_are_those_of_the_two():
-    """Of ``fit`` before any Runner is made, of ``Runner`` after."""
+    """``fit`` raises its own before any Runner is made, ``Runner`` raises its own after."""
     model, optimizer = make_training()
     with pytest.raises(NeedsBatch):
         autobatch.Runner.fit(nn.Conv2d(3, 4, 3), 16, step=mean_step)

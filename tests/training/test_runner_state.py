@@ -1,7 +1,5 @@
 """A Runner that is resumed from its state ends bit for bit where the undisturbed one ends."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -62,7 +60,6 @@ class Training:
         torch.manual_seed(seed)  # the first one has made the plan
 
     def save(self):
-        """What a checkpoint has."""
         content = io.BytesIO()
         torch.save(
             {
@@ -80,7 +77,6 @@ class Training:
         return content.getvalue()
 
     def load(self, content, *, sizes=True):
-        """Go on from there; the sizes too."""
         saved = torch.load(io.BytesIO(content), weights_only=True)
         self.model.load_state_dict(saved["model"])
         self.model.seen.copy_(saved["seen"])
@@ -93,7 +89,6 @@ class Training:
         torch.set_rng_state(saved["generator"])
 
     def state(self):
-        """All that the next step depends on."""
         bits = {key: value for key, value in bits_of(self.model, self.optimizer).items() if "gradient" not in key}
         return {**bits, "scaler": self.scaler.state_dict(), "scheduler": self.scheduler.state_dict()}
 
@@ -130,7 +125,6 @@ def test_a_resumed_run_is_the_undisturbed_one(shortages, quiet_log):
 
 
 def run(training, steps, shortages):
-    """The sizes of these steps."""
     sizes, positions = [], oom_positions(shortages)
     for number in steps:
         with oom_at(*positions.get(number, (10**9,))):
@@ -177,7 +171,6 @@ def test_the_fewest_samples_that_a_model_can_run_are_remembered():
 
 
 def changed(**changes):
-    """A good state but for this."""
     return lambda state: {**state, **changes}
 
 
@@ -212,27 +205,6 @@ def test_what_is_no_state_of_this_plan_is_refused(change, message):
     with pytest.raises(InvalidArgument, match=message):
         runner.load_state_dict(change(before))
     assert runner.state_dict() == before
-
-
-@pytest.mark.parametrize("name", ["steps", "size", "ceiling", "batch_lists"])
-def test_a_state_without_a_field_is_refused_or_takes_its_default(name):
-    """What decides sizes has none."""
-    runner = Training().runner
-    state = runner.state_dict()
-    del state[name]
-    if name == "ceiling":
-        runner.load_state_dict(state)
-    else:
-        with pytest.raises(InvalidArgument, match=f"{name}: Field required"):
-            runner.load_state_dict(state)
-
-
-def test_the_model_is_not_part_of_it():
-    """A state of a larger model is no larger."""
-    model = Plain(torch.float32)
-    plan = autobatch.fit(model, 8, batch=make_batch(4), step=mean_step, max_micro_batch=4, check=None)
-    state = autobatch.Runner(plan, model, mean_step, None).state_dict()
-    assert len(json.dumps(state)) < 1000
 
 
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda take: take.__name__)
@@ -294,7 +266,7 @@ class SummedTraining:
 
 
 def test_a_stated_count_in_float16_rounds_as_in_the_undisturbed_run():
-    """What losses are divided by is chosen by the step before, which the state has."""
+    """The step before chooses the divisor of the losses, and the state has it."""
     whole, begun, resumed = SummedTraining().run(range(6)), SummedTraining().run(range(3)), SummedTraining()
     resumed.model.load_state_dict(begun.model.state_dict())
     resumed.runner.load_state_dict(json.loads(json.dumps(begun.runner.state_dict())))

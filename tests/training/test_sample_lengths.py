@@ -1,6 +1,4 @@
-"""Batches divided by length: the same gradient, nothing untried, and all or nothing wherever memory ends."""
-
-from __future__ import annotations
+"""Batches divided by length: the same gradient, nothing untried, and all or nothing where a step runs out of memory."""
 
 import copy
 import json
@@ -31,13 +29,11 @@ SIZES = (
 
 @pytest.fixture
 def quiet_log(caplog):
-    """Retries are expected."""
     caplog.set_level("CRITICAL", logger="autobatch")
 
 
 @cache
 def make_plan(side="right", sizes=SIZES):
-    """A plan with these sizes by length."""
     model = Reader()
     plan = autobatch.fit(
         model,
@@ -64,14 +60,12 @@ def make_runner(*, plan=None, step=read_step, model=None, **options):
 
 
 def padded_gradient(model, batch, step=read_step):
-    """The gradient of the padded whole."""
     model.zero_grad()
     step(model, batch).backward()
     return [p.grad.clone() for p in model.parameters()]
 
 
 def far(found, expected):
-    """The largest relative difference of any parameter."""
     return max(
         float((one - other).detach().norm() / other.detach().norm().clamp_min(1e-30))
         for one, other in zip(found, expected, strict=True)
@@ -109,22 +103,8 @@ def test_no_micro_batch_is_more_than_was_tried():
     assert [len(rows) for rows in result.samples] == list(result.micro_batch_sizes) == [shape[0] for shape in shapes]
 
 
-def test_what_a_step_returns_can_be_put_back_in_order():
-    """``result.samples`` says which rows each entry of ``result.aux`` is of."""
-
-    def step(model, batch):
-        return read_step(model, batch), batch["tokens"].sum(1)
-
-    runner, _ = make_runner(step=step)
-    batch = make_texts()
-    result = runner.step(batch)
-    rows = [row for rows in result.samples for row in rows]
-    together = torch.cat(result.aux)[torch.tensor(rows).argsort()]
-    assert together.tolist() == batch["tokens"].sum(1).tolist()
-
-
 def test_several_batches_are_counted_on():
-    """Rows of the second one follow those of the first; each is sorted by itself."""
+    """Rows of the second one follow those of the first; each is sorted alone."""
     runner, model = make_runner()
     halves = [make_texts(LENGTHS[:6]), make_texts(LENGTHS[6:], seed=1)]
     torch.manual_seed(3)
@@ -176,7 +156,7 @@ class Resumable:
         }
 
     def run(self, steps, short_at):
-        """What runs together in these steps; memory ends in some."""
+        """The rows that run together in these steps, of which some run out of memory."""
         rows = []
         for number in steps:
             with oom_at(short_at.get(number, 10**9)):
@@ -197,14 +177,6 @@ def test_a_resumed_run_is_the_undisturbed_one(short_at):
     assert second.runner.state_dict() == whole.runner.state_dict()
     if short_at:  # so the test can fail
         assert Resumable(first.save(), sizes=False).run(range(3, 6), short_at) != expected[3:]
-
-
-def test_without_lengths_results_say_nothing_of_rows():
-    """Samples come in their own order."""
-    model = Reader()
-    plan = autobatch.fit(model, 12, batch=make_texts(), step=read_step, weigh=count_tokens, max_micro_batch=4)
-    runner = autobatch.Runner(plan, model, read_step, torch.optim.SGD(model.parameters()), weigh=count_tokens)
-    assert runner.step(make_texts()).samples == ()
 
 
 def test_samples_in_lists_are_sorted_and_cut():
@@ -244,7 +216,7 @@ FEW = (24, 3, 12, 24, 6)
 
 
 def outcome_at(position):
-    """What comes of memory that ends at one operation: the name of the outcome; wrong ones fail here."""
+    """The outcome of an OOM at one operation; a wrong result fails here."""
     batch = make_texts(FEW)
     runner, model = make_runner(model=Reader(dropout=0.2))
     reference = copy.deepcopy(model)
@@ -297,23 +269,6 @@ def test_after_a_shortage_every_length_has_fewer_and_the_planned_ones_come_back(
     assert runner.step(batch).micro_batch_sizes == (4, 4, 8)
 
 
-def test_a_shortage_at_long_samples_gives_up_no_more_than_one_at_short_ones():
-    """Four of eight long ones failed: that is the whole of what was planned, not a half of it."""
-    sizes = (SizeAtLength(length=6, micro_batch_size=8), SizeAtLength(length=24, micro_batch_size=4))
-    calls = []
-
-    def step(model, batch):
-        calls.append(batch["tokens"].shape)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return read_step(model, batch)
-
-    runner, _ = make_runner(plan=make_plan(sizes=sizes), step=step)
-    result = runner.step(make_texts([24] * 8 + [6] * 8))
-    assert result.retries == 1
-    assert 2 <= result.micro_batch_sizes[0] < 4
-
-
 def test_one_sample_that_does_not_fit_ends_the_step():
     """Nothing is left to make smaller, and everything is as before."""
 
@@ -340,7 +295,6 @@ CHANGED = r"length_of\(\) gives \d+ for a sample, and gave \d+ before its paddin
 
 
 def make_padded_in_part(*, left_rows=(), seed=1):
-    """Texts padded on the right, but these."""
     batch, other = make_texts(seed=seed), make_texts(left=True, seed=seed)
     for row in left_rows:
         for key, part in batch.items():
@@ -381,7 +335,7 @@ def test_a_later_batch_padded_on_the_other_side_is_refused(name, weigh):
 
 
 def test_what_counts_behind_what_does_not_is_not_trimmed_off():
-    """Where the padding's number occurs inside a text, counting the others gives a text that is too short."""
+    """A count of the other numbers is too small if the padding's number occurs inside a text."""
     runner, _ = make_runner(cut=by_length(lambda batch: (batch["tokens"] != 0).sum(1)))
     batch = make_texts([24, 24, 6])
     runner.step(batch)
@@ -391,7 +345,7 @@ def test_what_counts_behind_what_does_not_is_not_trimmed_off():
 
 
 def test_a_batch_of_which_nothing_is_trimmed_may_be_padded_on_either_side():
-    """Until memory ends and its texts are to run apart: then it is refused, and everything is as before."""
+    """An OOM makes its texts run apart: then the step is refused and undone."""
     short = []
 
     def step(model, batch):
@@ -413,16 +367,6 @@ def test_a_batch_of_which_nothing_is_trimmed_may_be_padded_on_either_side():
     assert not differences(bits_of(model), before)
 
 
-def test_lengths_that_stand_in_the_batch_are_not_refused():
-    """Trimming leaves them as they are."""
-    runner, model = make_runner(cut=by_length(lambda batch: batch["lengths"]))
-    batch = {**make_texts(seed=1), "lengths": [*LENGTHS]}
-    expected = padded_gradient(model, batch)
-    model.zero_grad()
-    runner.accumulate(batch)
-    assert far([p.grad for p in model.parameters()], expected) < 1e-12
-
-
 def test_plan_and_runner_have_lengths_both_or_neither():
     """In words, before anything runs."""
     with pytest.raises(InvalidArgument, match=r"the plan was made with cut=by_length\(\), and this Runner has another"):
@@ -437,15 +381,3 @@ def test_weights_that_count_padding_are_refused():
     runner, _ = make_runner(weigh=lambda batch: batch["tokens"].numel())
     with pytest.raises(InvalidArgument, match=r"weigh\(\) is not additive"):
         runner.step(make_texts())
-
-
-def test_a_compiled_step_sees_few_shapes():
-    """Samples are trimmed to lengths that were tried, not to every length there is."""
-    from autobatch.batch.cut import divide
-    from autobatch.batch.lengths import PlannedLengths
-    from autobatch.batch.samples import describe
-
-    planned = PlannedLengths(by_length(length_of), SIZES, Padding(dims=DIMS), trims_to_edges=True)
-    [group] = planned([describe(make_texts())])
-    lengths = {part.samples()["tokens"].shape[1] for part in divide(group, 1)}
-    assert lengths == {24, 12, 6}

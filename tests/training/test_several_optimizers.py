@@ -1,7 +1,5 @@
 """Several optimizers and schedulers in one step: all or nothing for all of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from faults import cut_into
@@ -51,7 +49,6 @@ class Training:
         )
 
     def state(self):
-        """All that the next step depends on."""
         found = dict(bits_of(self.model))
         for index, optimizer in enumerate(self.optimizers):
             found |= {f"{index} {key}": value for key, value in bits_of(nn.Module(), optimizer).items()}
@@ -139,8 +136,6 @@ def test_memory_that_ends_anywhere(scaled, quiet_log):
 
 
 class Failing(torch.optim.SGD):
-    """Raises in its step."""
-
     error = ValueError("my own")
 
     def step(self, closure=None):
@@ -170,24 +165,6 @@ def test_nothing_is_retried_once_the_first_has_stepped(error, expected):
         runner.step(make_batch(16, torch.float64))
     assert torch.allclose(weight - LR * loss_gradient, model.body[0].weight, rtol=1e-11, atol=1e-14)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_state_that_cannot_be_made_for_the_second_is_taken_from_the_first():
-    """Before the update all is as before."""
-
-    class Stateless(torch.optim.AdamW):
-        def _init_group(self, group, *lists):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    Stateless.__module__ = "torch.optim.adamw"
-    torch.manual_seed(1)
-    model = Plain()
-    optimizers = make_optimizers(model, torch.optim.AdamW, Stateless)
-    device = FakeDevice(lambda n: 10 + n, total_bytes=1000)
-    runner = autobatch.Runner(Training().runner.plan, model, mean_step, optimizers, device=device)
-    with pytest.raises(DoesNotFit):
-        runner.step(make_batch(16, torch.float64))
-    assert not any(optimizer.state for optimizer in optimizers)
 
 
 @pytest.mark.predicts
@@ -222,7 +199,6 @@ def test_a_list_of_one_is_that_one():
 
 
 def share(model):
-    """Both hold the head."""
     return [torch.optim.SGD(model.parameters()), torch.optim.AdamW(model.head.parameters())]
 
 

@@ -1,12 +1,10 @@
-"""3,000 steps with neighbours and OOMs: how many are at full size, how often memory ends, how often the size changes.
+"""3,000 steps with neighbours and OOMs: steps at full size, steps out of memory, changes of the size.
 
 The bars hold for any placement of neighbours that the reading sees, and for OOMs that it does not explain at random
 places: their number is fixed, so that what is drawn is only where. Over 100 drawings the share of full steps was, for
 OOMs in 1 %, 3 % and 6 % of steps, 0.980, 0.940 and 0.880 with a standard deviation of at most 0.002; for compiled
 models 0.988, 0.950 and 0.855 with one of at most 0.027. Each bar lies more than nine of those below.
 """
-
-from __future__ import annotations
 
 import functools
 import random
@@ -34,12 +32,10 @@ BASE, SLOPE = 1_000, 100
 
 
 def need(size):
-    """Bytes of a micro-batch."""
     return BASE + SLOPE * size
 
 
 def make_pace(*, compiled=False, curve=True, target=TARGET, size=SIZE):
-    """At the plan's size."""
     knots = ((0, BASE), (size, need(size)))
     known = MemoryCurve(allocated=knots, reserved=knots) if curve else None
     ladder = compiled_ladder(size) if compiled else eager_ladder(target, size)
@@ -47,19 +43,16 @@ def make_pace(*, compiled=False, curve=True, target=TARGET, size=SIZE):
 
 
 class Tally:
-    """Counts what a policy does."""
-
     def __init__(self):
         self.sizes, self.ooms, self.full = [], 0, 0
 
     @property
     def share(self):
-        """Of steps that ran at the plan's size from beginning to end."""
+        """Share of steps that ran at the plan's size from beginning to end."""
         return self.full / STEPS
 
     @property
     def changes(self):
-        """Between two steps."""
         return sum(before != after for before, after in zip(self.sizes, self.sizes[1:], strict=False))
 
 
@@ -94,7 +87,6 @@ def run(pace, *, taken=(), hidden=(), failures=None, most=None, target=TARGET):
 
 
 def draw_steps(count, seed):
-    """So many steps, placed at random."""
     return sorted(random.Random(seed).sample(range(STEPS), count))
 
 
@@ -134,14 +126,6 @@ def test_a_neighbour_of_many_steps_costs_those(seed):
     assert tally.ooms == 0
 
 
-@pytest.mark.parametrize("first", [0, 13])
-@pytest.mark.parametrize("gap", [1, 2, 3, 19, 20, 21, 22])
-def test_neighbours_that_come_at_the_worst_time_cost_their_steps(first, gap):
-    """At any regular distance from each other no step is small but theirs."""
-    taken = set(range(first, STEPS, gap + 1))
-    assert run(make_pace(), taken=taken).full == STEPS - len(taken)
-
-
 @settings(max_examples=6)
 @given(seeds, st.booleans(), st.booleans())
 @pytest.mark.parametrize(("count", "bar"), [(30, 0.93), (90, 0.80), (180, 0.60)])
@@ -158,19 +142,6 @@ def test_unexplained_ooms_that_repeat_in_a_step_cost_little(seed, size):
     """Two in one step: the way down is short, and the way back as well."""
     tally = run(make_pace(size=size), failures=draw_failures(90, seed, repeated=2))
     assert tally.share >= 0.80
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("wait", [1, 2, 5])
-def test_unexplained_ooms_right_after_the_size_is_back_end_in_no_small_size(seed, wait):
-    """The worst places: it looks like a loss that stays, and is treated as one; then the size is back."""
-    steps, at = {}, 0
-    while at < STEPS // 2:
-        steps[at] = (seed % 4, 1)
-        at += wait + 1
-    tally = run(make_pace(), failures=steps)
-    assert tally.sizes[-1] == SIZE
-    assert min(tally.sizes) >= 16
 
 
 @settings(max_examples=10)
@@ -192,25 +163,6 @@ def test_a_loss_that_stays_costs_few_ooms(target, size, data, curve, compiled):
     assert tally.sizes.count(best) >= 0.8 * STEPS
 
 
-@settings(max_examples=6)
-@given(seeds)
-@pytest.mark.parametrize(("count", "length", "today"), [(30, 1, 60), (150, 1, 170), (15, 20, 30)])
-def test_a_compiled_model_changes_its_size_seldom(count, length, today, seed):
-    """As seldom as with one rung more after each 20 clean steps: two changes a neighbour, fewer where two are near."""
-    chance = random.Random(seed)
-    starts = chance.sample(range(STEPS - length), count)
-    taken = {start + n for start in starts for n in range(length)}
-    assert run(make_pace(compiled=True), taken=taken).changes <= today
-    isolated = run(make_pace(compiled=True), failures=draw_failures(count, seed))
-    assert isolated.changes <= today
-
-
-@pytest.mark.parametrize(("most", "today"), [(38, 15), (20, 16), (1, 20)])
-def test_a_compiled_model_changes_its_size_seldom_where_a_loss_stays(most, today):
-    """The waits are those of 20 clean steps and their doublings."""
-    assert run(make_pace(compiled=True), most=most).changes <= today
-
-
 class Unsteady(FakeDevice):
     """Memory that ends at chosen pieces of chosen steps although it is there, or beyond so many samples."""
 
@@ -219,7 +171,6 @@ class Unsteady(FakeDevice):
         self.failures, self.most, self.step, self.done = failures or {}, most, -1, 0
 
     def begin(self, step):
-        """The next step."""
         self.step, self.done = step, 0
         self.piece, self.left = self.failures.get(step, (0, 0))
 
@@ -228,7 +179,7 @@ class Unsteady(FakeDevice):
         """Fail as said, else as the formula says."""
         if self.step >= 0 and ((self.left and self.done >= self.piece) or (self.most and samples > self.most)):
             self.left -= self.left > 0
-            raise torch.OutOfMemoryError("memory ended, whatever the reading says")
+            raise torch.OutOfMemoryError("out of memory, whatever the reading says")
         with super().micro_batch(samples):
             yield
         self.done += 1

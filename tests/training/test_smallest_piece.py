@@ -1,7 +1,5 @@
 """The fewest samples that a model can run: no plan, retry or ragged batch is cut into fewer."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -86,12 +84,10 @@ RUNNING = {
 
 
 def step(model, batch):
-    """A mean over samples."""
     return model(batch).flatten(1).square().mean(1).mean()
 
 
 def samples(count):
-    """Of six features."""
     return torch.linspace(-1, 1, 6 * count).view(count, 6)
 
 
@@ -109,7 +105,6 @@ def make_runner(model, plan, device=None, **options):
 
 
 def hand_made(target, size):
-    """A plan that no trial stands behind."""
     sizes = balance(target, size)
     return Plan(
         target_batch=target,
@@ -206,7 +201,7 @@ def test_memory_for_two_samples_is_too_little_for_an_odd_batch():
 
 
 def run_until_short(runner, batch, later):
-    """As many steps as it takes until memory has ended."""
+    """As many steps as it takes until one runs out of memory."""
     for _ in range(later + 1):
         runner.step(batch)
 
@@ -233,17 +228,6 @@ def test_no_retry_runs_one_sample(target, size, most, later):
     assert min(device.ran_sizes) >= 2
 
 
-def test_a_rest_that_cannot_be_divided_begins_the_step_anew():
-    """3 of 8 are done and 3 fail: 5 samples are no twos, 8 are."""
-    model = REFUSING["BatchNorm1d"]()
-    device = FakeDevice(lambda n: 10 + n, 10**6, measures=False)
-    runner = make_runner(model, hand_made(8, 3).model_copy(update={"smallest_micro_batch": 2}), device)
-    device.curve = lambda n: 10**9 if n > 2 and len(device.ran_sizes) else 10
-    result = runner.step(samples(8))
-    assert device.ran_sizes[:2] == [3, 3]
-    assert result.micro_batch_sizes == (2, 2, 2, 2)
-
-
 @pytest.mark.parametrize("model", [*REFUSING.values()][:-1], ids=[*REFUSING][:-1])
 @pytest.mark.parametrize(("target", "size", "sizes"), [(9, 2, (3, 3, 3)), (9, 4, (3, 3, 3)), (5, 1, (3, 2))])
 def test_a_plan_without_trials_finds_out_and_leaves_no_damage(model, target, size, sizes):
@@ -262,7 +246,7 @@ def test_a_plan_without_trials_finds_out_and_leaves_no_damage(model, target, siz
 
 
 def test_ragged_batches_of_a_loader_have_no_piece_of_one():
-    """Joined in ``step_over`` or by itself, and ``weigh`` counts the same."""
+    """Joined in ``step_over`` or alone, and ``weigh`` counts the same."""
     model = REFUSING["BatchNorm1d"]()
     plan = fit(model, 8, max_micro_batch=3)
     runner = make_runner(model, plan, weigh=lambda batch: 2.0 * len(batch))
@@ -291,14 +275,6 @@ def test_no_piece_is_larger_than_max_micro_batch(model, knows, count):
     assert runner.step(samples(8)).micro_batch_sizes == (2, 2, 2, 2)
 
 
-@pytest.mark.parametrize("count", [3, 5, 9])
-def test_a_bound_that_nobody_asked_for_refuses_no_batch(count):
-    """A plan for two samples never tried three; a later odd batch runs all the same."""
-    model = REFUSING["BatchNorm1d"]()
-    sizes = make_runner(model, fit(model, 2)).step(samples(count)).micro_batch_sizes
-    assert (sum(sizes), min(sizes)) == (count, 3 if count in (3, 9) else 2)
-
-
 @pytest.mark.predicts
 @pytest.mark.parametrize("name", sample(REFUSING, 4))
 def test_a_prediction_finds_the_smallest_piece_as_fit_does(name):
@@ -320,11 +296,3 @@ def test_a_compiled_model_has_no_piece_of_one():
     runner = make_runner(compiled, plan, device)
     device.curve = lambda n: 10 if n <= 3 else 10**9
     assert runner.step(samples(10)).micro_batch_sizes == (2,) * 5
-
-
-def test_other_frameworks_are_not_given_one_sample():
-    """A prime target has no divisor but one: refused by name."""
-    model = REFUSING["BatchNorm1d"]()
-    with pytest.raises(InvalidArgument, match="7 samples have no divisor from 2 to 4"):
-        fit(model, 7, max_micro_batch=4).settings("huggingface")
-    assert fit(model, 8, max_micro_batch=4).settings("lightning") == {"batch_size": 4, "accumulate_grad_batches": 2}

@@ -1,7 +1,5 @@
 """Nothing of a micro-batch lives longer than in a loop by hand, nor does a gradient outlive the step it belongs to."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -41,11 +39,10 @@ class Traced(torch.autograd.Function):
 
 
 class Mark:
-    """What a weak reference is made to."""
+    """The target of a weak reference."""
 
 
 def trace_graph(model, batch, marks):
-    """The graph of the loss."""
     mark = Mark()
     marks.append(weakref.ref(mark))
     return Traced.apply(mean_step(model, batch), mark)
@@ -88,7 +85,7 @@ def test_nothing_of_a_micro_batch_lives_while_the_next_one_runs(trace):
 
 @pytest.mark.parametrize("trace", TRACES)
 def test_nothing_of_a_failed_micro_batch_lives_when_the_next_size_is_chosen(trace):
-    """What it held would count against the next one."""
+    """Its tensors would count against the next one."""
     marks, alive = [], []
 
     def step(model, batch):
@@ -106,37 +103,6 @@ def test_nothing_of_a_failed_micro_batch_lives_when_the_next_size_is_chosen(trac
     runner.step(make_batch(8))
     assert alive
     assert not any(alive)
-
-
-class Grows(nn.Module):
-    """Makes a parameter in one of its forward passes, and changes nothing else."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 4)
-
-    def forward(self, inputs):
-        return self.layer(inputs) * getattr(self, "scale", 1)
-
-
-@pytest.mark.parametrize("micro_batch", range(8))
-def test_a_parameter_made_in_any_micro_batch_has_no_gradient_after_its_step(micro_batch):
-    """In recorded steps and others, in the first micro-batch and the last."""
-    model, calls = Grows(), []
-
-    def step(model, batch):
-        if len(calls) == micro_batch:
-            model.scale = nn.Parameter(torch.ones(4))
-        calls.append(len(batch))
-        return mean_step(model, batch)
-
-    runner, _ = make_runner(model)
-    runner._workload.__dict__["step"] = step
-    for _ in range(4):
-        runner.step(make_batch(8))
-        assert all(parameter.grad is None for parameter in model.parameters())
-    assert len(calls) == 8
-    assert "scale" in dict(model.named_parameters())
 
 
 def test_what_hangs_on_a_parameter_is_free_when_the_step_lets_go_of_it():

@@ -1,7 +1,5 @@
 """``step_over``: several batches are one step, and small ones fill micro-batches of the plan's size."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 
@@ -21,12 +19,10 @@ from autobatch.testing import FakeDevice, oom_at
 
 
 def token_step(model, batch):
-    """The mean over tokens that count."""
     return F.cross_entropy(model(batch[0]), batch[1], ignore_index=3)
 
 
 def count_tokens(batch):
-    """What it is over."""
     return (batch[1] != 3).sum()
 
 
@@ -44,7 +40,6 @@ STEPS = {"mean": (mean_step, None), "tokens": (token_step, count_tokens), "state
 
 
 def make_device():
-    """Memory for everything."""
     return FakeDevice(lambda n: 10 + n, total_bytes=1000)
 
 
@@ -73,7 +68,6 @@ def make_runner(step=mean_step, weigh=None, *, target=32, largest=8):
 
 
 def split(batch, sizes):
-    """Batches of these sizes."""
     return [*zip(*(tensor.split(sizes) for tensor in batch), strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What losses are divided by: every case of a wrong weight that others get wrong, against float64."""
+"""The divisors of losses: every case that others weigh wrongly, against float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workloads import Plain, bits_of, differences, full_batch_gradient, gradient
 
 import autobatch
 from autobatch.batch.samples import describe
-from autobatch.errors import DoesNotFit, InvalidArgument
+from autobatch.errors import DoesNotFit
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.losses import Mean, PerStep, Sum
 from autobatch.step.workload import Workload
@@ -33,7 +33,6 @@ def make_tasks(samples: int = 23):
 
 
 def penalise(model: nn.Module) -> torch.Tensor:
-    """A regulariser of the parameters."""
     return sum(parameter.square().sum() for parameter in model.body.parameters())
 
 
@@ -43,7 +42,6 @@ def ce(model, batch, *, task: int = 1, **options):
 
 
 def count(batch, task: int = 1):
-    """Labels that are not ignored."""
     return (batch[task] != -100).sum()
 
 
@@ -210,7 +208,7 @@ def few_labels(rows: tuple[int, ...]):
 @pytest.mark.parametrize("rows", [(0, 1), (0, 7), (3,), (2, 3, 4, 5, 6)])
 @pytest.mark.parametrize("weigh", [count, lambda b: {"ce": count(b)}], ids=["one count", "counts by name"])
 def test_a_term_of_the_step_counts_once_also_when_a_retry_leaves_parts_out(weigh, rows):
-    """Divided anew, some parts hold no label and are not run: the others' shares of a ``PerStep`` still make 1."""
+    """In smaller micro-batches some hold no label and are not run: the others' shares of a ``PerStep`` still make 1."""
 
     def step(model, part):
         return {"ce": ce(model, part), "l2": PerStep(penalise(model))}
@@ -229,7 +227,6 @@ def test_a_term_of_the_step_counts_once_also_when_a_retry_leaves_parts_out(weigh
 
 
 def make_model() -> Plain:
-    """The same weights each time."""
     torch.manual_seed(5)
     return Plain()
 
@@ -308,7 +305,7 @@ def test_memory_that_ends_while_counting(error, times, divided_anew):
     "wrap", [lambda loss, n: loss, lambda loss, n: {"a": loss, "b": PerStep(loss * 0)}], ids=["one", "two"]
 )
 def test_a_narrow_loss_is_weighed_without_rounding(dtype, weigh, wrap):
-    """A third is no bfloat16: neither the loss nor each gradient is off by what it is rounded to."""
+    """bfloat16 has no third: neither the loss nor each gradient is off by what it is rounded to."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
 
@@ -349,56 +346,6 @@ def test_a_loss_that_is_kept_beside_itself_keeps_its_value():
     expected = [model(rows).square().sum() for rows in batch[0].split(2)]
     assert [value.item() for value in done.aux] == pytest.approx([value.item() for value in expected], rel=1e-12)
     assert float(done.loss.value) == pytest.approx(sum(expected).item(), rel=1e-12)
-
-
-REFUSED = {
-    "several counts, no weigh": (
-        lambda m, b: {"first": Mean(ce(m, b), count(b)), "second": Mean(ce(m, b, task=2), count(b, 2))},
-        None,
-        InvalidArgument,
-        r"different counts for its terms \('first': .*, 'second': .*\).*weigh= that returns a dict",
-    ),
-    "a count that is not weigh's": (
-        lambda m, b: Mean(ce(m, b), count=len(b[0])),
-        count,
-        InvalidArgument,
-        r"states a count of \d+ for a micro-batch for which weigh\(\) gives \d+",
-    ),
-    "names that are not weigh's": (
-        lambda m, b: {"ce": ce(m, b)},
-        lambda b: {"first": count(b)},
-        InvalidArgument,
-        r"counts for the terms \['first'\], and step\(\) returned \['ce'\]",
-    ),
-    "one loss, counts by name": (
-        ce,
-        lambda b: {"first": count(b)},
-        InvalidArgument,
-        r"counts for the terms \['first'\], and step\(\) returned \[''\]",
-    ),
-    "other names from weigh each time": (
-        ce,
-        lambda b: {str(len(b[0])): 1.0},
-        InvalidArgument,
-        "name the same terms each time",
-    ),
-    "stated now and then": (
-        lambda m, b: Mean(ce(m, b), count=count(b)) if len(b[0]) == 7 else ce(m, b),
-        None,
-        InvalidArgument,
-        "for one micro-batch and none for another",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_meaning_is_refused(name):
-    """Counts that contradict each other, or come too late, are errors, and nothing has happened."""
-    step, weigh, error, message = REFUSED[name]
-    model, batch = Plain(), make_tasks(27)
-    with pytest.raises(error, match=message):
-        retrying(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 7)
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("before", [2048, 4])

@@ -1,7 +1,5 @@
 """Random generators: remembered and put back, bit for bit."""
 
-from __future__ import annotations
-
 import random
 import sys
 from types import SimpleNamespace
