@@ -38,34 +38,20 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Ceiling:
-    """A size that ran out of memory, and the wait until it is tried again."""
-
-    most: int  # samples allowed meanwhile
-    wait: int = _CLEAN_PIECES
-    left: int = _CLEAN_PIECES
-
-
-@dataclass(frozen=True)
 class _LengthClass:
-    """Measurements at lengths within a quarter of each other."""
+    """Measurements at lengths within a quarter of each other, and the wait after a size that ran out of memory."""
 
     pieces: tuple[Piece, ...] = ()  # the two most telling ones, the larger one last
-    ceiling: _Ceiling | None = None
+    most: int = 0  # samples allowed during the wait
+    wait: int = 0  # pieces; 0 before any failure
+    left: int = 0  # of them still to come
 
     def after_piece(self, piece: Piece) -> _LengthClass:
-        ceiling = self.ceiling and replace(self.ceiling, left=self.ceiling.left - 1)
-        return _LengthClass(_remember(self.pieces, piece), ceiling)
+        return replace(self, pieces=_remember(self.pieces, piece), left=max(self.left - 1, 0))
 
     def after_shortage(self, most: int) -> _LengthClass:
-        wait = _CLEAN_PIECES
-        if self.ceiling is not None:
-            wait = self.ceiling.wait * (1 if self.ceiling.left > 0 else 2)
-        return replace(self, ceiling=_Ceiling(most, wait, wait))
-
-    @property
-    def most(self) -> int | None:
-        return self.ceiling.most if self.ceiling and self.ceiling.left > 0 else None
+        wait = self.wait if self.left else 2 * self.wait or _CLEAN_PIECES
+        return replace(self, most=most, wait=wait, left=wait)
 
 
 @dataclass(frozen=True)
@@ -87,7 +73,8 @@ class PieceSizes:
         if found:  # at this length, or at the next longer one, or at the next shorter one
             nearest = min(found, key=lambda key: (key < own, abs(key - own)))
             reach = self._reach(self.classes[nearest].pieces, length, room_bytes)
-        bounds = (reach, self.known_at(length).most, self.most_samples, left or None)
+        here = self._known_at(length)
+        bounds = (reach, here.most if here.left else None, self.most_samples, left or None)
         samples = max(min(bound for bound in bounds if bound is not None), 1)
         return samples if not left else -(-left // -(-left // samples))
 
@@ -96,7 +83,7 @@ class PieceSizes:
 
         One such piece may follow from the cache of other sizes. After two in a row the size is too large to be fast.
         """
-        sizes = self.with_known(piece.length, self.known_at(piece.length).after_piece(piece))
+        sizes = self._with_known(piece.length, self._known_at(piece.length).after_piece(piece))
         times = self.thrashed + 1 if thrashed else 0
         if times < 2 or piece.samples == 1:
             return replace(sizes, thrashed=times)
@@ -105,11 +92,11 @@ class PieceSizes:
     def after_shortage(self, samples: int, length: int) -> PieceSizes:
         if self.measures:
             return self.shrink(samples * 3 // 4, length)  # expectations are seldom wrong by more
-        ran = max((piece.samples for piece in self.known_at(length).pieces if piece.samples < samples), default=0)
+        ran = max((piece.samples for piece in self._known_at(length).pieces if piece.samples < samples), default=0)
         return self.shrink((ran + samples) // 2, length)
 
     def shrink(self, most: int, length: int) -> PieceSizes:
-        return self.with_known(length, self.known_at(length).after_shortage(max(most, 1)))
+        return self._with_known(length, self._known_at(length).after_shortage(max(most, 1)))
 
     def _reach(self, known: tuple[Piece, ...], length: int, room_bytes: int) -> int:
         last = known[-1]
@@ -127,10 +114,10 @@ class PieceSizes:
             slope = max(rise / (last.samples - known[0].samples), _LEAST_SLOPE * average)
         return min(int(last.samples + (room_bytes - peak) / slope), _FARTHEST * last.samples)
 
-    def known_at(self, length: int) -> _LengthClass:
+    def _known_at(self, length: int) -> _LengthClass:
         return self.classes.get(_classify(length), _LengthClass())
 
-    def with_known(self, length: int, known: _LengthClass) -> PieceSizes:
+    def _with_known(self, length: int, known: _LengthClass) -> PieceSizes:
         return replace(self, classes={**self.classes, _classify(length): known})
 
 
