@@ -17,6 +17,7 @@ from torch import nn
 
 import autobatch
 from autobatch.events.run_history import Run
+from autobatch.events.runner_events import RankStep
 from autobatch.ledger import courier as courier_module
 from autobatch.ledger import store as store_module
 from autobatch.ledger import wire
@@ -158,6 +159,14 @@ def test_only_rank_0_hands_in(team, tmp_path):
     Ledger.open().remember(first)
     wait_for(lambda: team.plans)
     assert [one.plan.rank for one in team.plans.values()] == [0]
+    recorder = record(first)
+    parts = [RankStep(rank=rank, samples=8, micro_batch_size=8, peak_bytes=100 + rank) for rank in range(2)]
+    recorder(finished(0).model_copy(update={"ranks": tuple(parts)}))
+    del recorder
+    wait_for(lambda: team.ends)
+    [run], [summary] = team.runs.values(), team.summaries.values()
+    assert [(one.host, one.device) for one in run.ranks] == [("here", first.device.name)] * 2
+    assert (summary.samples, summary.rank_peaks) == (16, (100, 101))
 
 
 @contextmanager
