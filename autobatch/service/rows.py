@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, Table, delete, literal, select, tuple_
+from sqlalchemy import Connection, Table, delete, false, literal, select, tuple_
 from sqlalchemy.sql import ColumnElement
 
 from autobatch.service import tables
@@ -105,7 +105,7 @@ class Rows:
                     is_like = NameRow.folded.contains(part.casefold(), autoescape=True)
                     query = select(NameRow.name).where(NameRow.kind == name, is_like)
                 found = connection.execute(query.limit(_MOST_FOUND)).scalars().all()
-                conditions.append(columns[name].in_(found))
+                conditions.append(columns[name].in_(found) if found else false())  # SQLite reads all for IN ()
         return conditions
 
     def read_page(
