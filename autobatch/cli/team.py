@@ -15,7 +15,7 @@ from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.ledger.courier import Courier
 from autobatch.ledger.ledger import find_home
 from autobatch.ledger.server import Refused, Server, ServerAway
-from autobatch.ledger.wire import cut, host_name
+from autobatch.ledger.wire import cut, host_name, take
 from autobatch.prediction.prediction import Prediction
 from autobatch.service.comparison import decide
 from autobatch.service.records import GateAnswer, GateQuestion, PredictedPoint, PredictionIn, Remedy
@@ -72,25 +72,16 @@ def describe_prediction(prediction: Prediction) -> PredictionIn:
     """Return what a server needs of a prediction; the same prediction has the same id."""
     plan, gpu = prediction.plan, prediction.gpu
     fields: dict[str, Any] = {
+        **take(prediction, "step", "context_bytes", "target_batch", "world_size", "margin"),
         "host": host_name(),
         "model": cut(prediction.model),
-        "step": prediction.step,
         "card": cut(gpu.name),
         "card_names": tuple(cut(name) for name in gpu.aliases[:50]),
         "total_bytes": gpu.total_bytes,
-        "context_bytes": prediction.context_bytes,
-        "target_batch": prediction.target_batch,
-        "world_size": prediction.world_size,
-        "margin": prediction.margin,
         "micro_batch_size": plan.micro_batch_size if plan else 0,
         "points": tuple(PredictedPoint(size=one.size, reserved_bytes=one.reserved) for one in prediction.points[:500]),
         "remedies": tuple(
-            Remedy(
-                name=cut(one.name),
-                effect=cut(one.effect),
-                saved_bytes=one.saved_bytes,
-                micro_batch_size=one.micro_batch_size,
-            )
+            Remedy(name=cut(one.name), effect=cut(one.effect), **take(one, "saved_bytes", "micro_batch_size"))
             for one in prediction.changes[:50]
             if not one.failed
         ),

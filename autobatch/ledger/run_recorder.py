@@ -7,7 +7,6 @@ steps are written a second later, in long runs up to ten seconds later. A kill l
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 import weakref
@@ -18,7 +17,7 @@ from autobatch.events import Event, Retried, SizeChanged, StepFailed, StepFinish
 from autobatch.events.run_history import RankTotal, Run, Setback, StepRange, add_up, join_runs
 from autobatch.events.runner_events import RankStep
 from autobatch.ledger.ledger import Ledger
-from autobatch.ledger.store import runs_id
+from autobatch.ledger.store import hide_paths, runs_id
 from autobatch.plan import Plan
 
 _LEAST_WAIT_S, _MOST_WAIT_S, _PART_OF_AGE = 1.0, 10.0, 0.005  # so that the file of a run of weeks stays small
@@ -26,7 +25,6 @@ _PART_OF_RANK = 0.1  # of a line: with many ranks it is long, and written less o
 _MOST_OF_TIME = 0.01  # a slow disk must not slow the steps down
 _MOST_WAITING = 1000  # steps, and rows of their ranks, that are not added up yet
 _LONGEST_REASON = 300
-_PATH = re.compile(r"""(['"])[^'"]*[/\\][^'"]*\1|\S*[/\\]\S*""")
 _NOTHING: dict[str, Any] = {"ranges": (), "setbacks": (), "ranks": ()}
 
 
@@ -141,4 +139,4 @@ def _make_setback(event: Retried | SizeChanged) -> Setback:
 def _shorten(text: str) -> str:
     """Return a text's first line, of at most 300 characters and without paths."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")[:_LONGEST_REASON]
-    return _PATH.sub("<path>", line)[:_LONGEST_REASON]
+    return hide_paths(line)[:_LONGEST_REASON]

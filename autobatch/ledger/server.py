@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late  # not Python's own one before 3.11
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
@@ -67,7 +68,7 @@ class Server:
             Refused: The server refuses this body for good.
         """
         try:
-            status, kind, content = self._send(method, path, body, time.monotonic() + seconds, seconds)
+            status, kind, content = self._send(method, path, body, seconds)
             answer = json.loads(content) if 200 <= status < 300 else None
         except (OSError, HTTPException, ValueError, RecursionError) as error:
             raise ServerAway(f"{type(error).__name__}: {error}") from None
@@ -83,27 +84,22 @@ class Server:
 
     def ask_in_time(self, method: str, path: str, body: bytes | None = None, *, seconds: float = TIMEOUT_S) -> Any:
         """Ask in a thread, and leave it alone after so many seconds: a look-up of a name has no timeout."""
-        answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+        answer = Future[Any]()
 
         def ask() -> None:
             try:
-                answers.put((self.ask(method, path, body, seconds=seconds), None))
-            except Exception as error:  # noqa: BLE001 - raised again below
-                answers.put((None, error))
+                answer.set_result(self.ask(method, path, body, seconds=seconds))
+            except Exception as error:  # noqa: BLE001 - the caller raises it
+                answer.set_exception(error)
 
         Thread(target=ask, name="autobatch asks the server", daemon=True).start()
         try:
-            answer, error = answers.get(timeout=seconds)
-        except Empty:
+            return answer.result(seconds)
+        except Late:
             raise ServerAway(f"no answer in {seconds:g} s") from None
-        if error is not None:
-            raise error
-        return answer
 
-    def _send(
-        self, method: str, path: str, body: bytes | None, deadline: float, seconds: float
-    ) -> tuple[int, str, bytes]:
-        parts = urlsplit(self.url)
+    def _send(self, method: str, path: str, body: bytes | None, seconds: float) -> tuple[int, str, bytes]:
+        parts, deadline = urlsplit(self.url), time.monotonic() + seconds
         scheme = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = scheme(parts.hostname or "", parts.port, timeout=seconds)
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}

@@ -38,6 +38,7 @@ Written = Literal["written", "not now", "forgotten"]
 """``"forgotten"`` if the plan was deleted with its runs, ``"not now"`` if a later attempt may succeed."""
 
 _PLAN_FILE = re.compile(r"(?:([\w-]+)\.(\d+)\.)?([\w-]+)\.json")
+_PATH = re.compile(r"""(['"])[^'"]*[/\\][^'"]*\1|\S*[/\\]\S*""")
 _MOST_PLANS = 2000  # of one fingerprint: each start of a script adds one of some 3 kB
 _MOST_READ = 200  # of them, by a start of a script: older ones would cost it time
 
@@ -225,6 +226,11 @@ def _scan(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
             return list(entries)
     except FileNotFoundError:
         return []
+
+
+def hide_paths(text: str) -> str:
+    """Return a text with each path, in quotes or between spaces, replaced."""
+    return _PATH.sub("<path>", text)
 
 
 def warn_once(cause: str, message: str) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 from autobatch._version import __version__
 from autobatch.events.run_history import Run, join_runs
-from autobatch.ledger.store import plan_id
+from autobatch.ledger.store import hide_paths, plan_id
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.memory.nvml import query
 from autobatch.plan import Plan
-from autobatch.records import DeviceInfo, Record
+from autobatch.records import DeviceInfo
 from autobatch.service.records import (
     MOST_POINTS,
     MOST_RANKS,
@@ -33,7 +33,6 @@ from autobatch.service.records import (
 
 SUMMARY_S = 30.0
 _LATE = 0.2  # of it: a line may be written so long after its time
-_PATH = re.compile(r"""(['"])[^'"]*[/\\][^'"]*\1|\S*[/\\]\S*""")
 _STEP = re.compile(r"[0-9a-f]{32}")  # a fingerprint, whose first half is the step's
 
 
@@ -51,16 +50,12 @@ def describe_plan(plan: Plan, *, paths: bool = False) -> PlanIn:
     device = plan.device.model_copy(update={"tenants": ()})
     fields: dict[str, Any] = {"id": plan_id(plan), "device": device, "batch_lists": {}, "batch_dims": {}}
     if not paths:
-        fields["warnings"] = tuple(map(_hide_paths, plan.warnings))
+        fields["warnings"] = tuple(map(hide_paths, plan.warnings))
         if (verdict := plan.verdict) is not None:
-            texts = {"causes": tuple(map(_hide_paths, verdict.causes)), "unchecked": _hide_paths(verdict.unchecked)}
+            texts = {"causes": tuple(map(hide_paths, verdict.causes)), "unchecked": hide_paths(verdict.unchecked)}
             fields["verdict"] = verdict.model_copy(update=texts)
     host = next((one.host for one in plan.ranks if one.rank == plan.rank), "") or host_name()
     return PlanIn(id=fields["id"], host=cut(host), step=_step_of(plan), plan=plan.model_copy(update=fields))
-
-
-def _hide_paths(text: str) -> str:
-    return _PATH.sub("<path>", text)
 
 
 def _step_of(plan: Plan) -> str:
@@ -72,7 +67,7 @@ def describe_forecast(plan: Plan, points: Iterable[tuple[int, int]]) -> Predicti
     predicted = tuple(PredictedPoint(size=size, reserved_bytes=held) for size, held in sorted(points)[:MOST_POINTS])
     fitting = [point.size for point in predicted if point.reserved_bytes <= plan.limit_bytes]
     return PredictionIn(
-        **_take(plan, "made_at", "target_batch", "world_size"),
+        **take(plan, "made_at", "target_batch", "world_size"),
         id=plan_id(plan),
         host=host_name(),
         model=cut(plan.model),
@@ -89,8 +84,8 @@ def describe_run(plan: Plan, run: Run, device: DeviceInfo | None = None) -> RunI
     """Return a run as it began; ``device`` is the one of this process, and ``None`` for a run of another."""
     ranks = tuple(RankCard(host=cut(one.host), device=cut(one.device)) for one in plan.ranks[:MOST_RANKS])
     return RunIn(
-        **_take(run, "id", "plan_id", "pid", "started_at"),
-        **_take(plan, "target_batch", "world_size", "micro_batch_size", "limit_bytes"),
+        **take(run, "id", "plan_id", "pid", "started_at"),
+        **take(plan, "target_batch", "world_size", "micro_batch_size", "limit_bytes"),
         host=(ranks[0].host if ranks and not device else "") or host_name(),
         user=_user_name() if device else "",
         model=cut(plan.model),
@@ -102,7 +97,7 @@ def describe_run(plan: Plan, run: Run, device: DeviceInfo | None = None) -> RunI
     )
 
 
-def _take(record: Record, *names: str) -> dict[str, Any]:
+def take(record: object, *names: str) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
@@ -188,7 +183,7 @@ class Summaries:
     def _make(self) -> RunSummary:
         new, self._waiting = join_runs(self._waiting), []
         more = {
-            **_take(new, "steps", "retries"),
+            **take(new, "steps", "retries"),
             "samples": sum(one.samples for one in new.ranks or new.ranges),
             "seconds": sum(one.seconds for one in new.ranges),
             "size_changes": sum(one.kind == "size" for one in new.setbacks),
@@ -202,13 +197,13 @@ class Summaries:
         self._number += 1
         return RunSummary(
             **self._totals,
-            **_take(new, "peak_bytes", "held_bytes"),
+            **take(new, "peak_bytes", "held_bytes"),
             number=self._number - 1,
             at=new.last_seen_at,
             micro_batch_size=self._size,
             rank_peaks=tuple(one.held_bytes or one.peak_bytes for one in new.ranks[:MOST_RANKS]),
             setbacks=tuple(
-                RunSetback(**_take(one, "step", "kind", "old_size", "new_size"), reason=cut(one.reason))
+                RunSetback(**take(one, "step", "kind", "old_size", "new_size"), reason=cut(one.reason))
                 for one in new.setbacks[-MOST_SETBACKS:]
             ),
         )
