@@ -150,7 +150,7 @@ for step in range(10**6):
 def test_a_kill_of_the_trainings_loses_no_steps(server, tmp_path, monkeypatch):
     """Four are killed in the middle of their reports; the next push has each step of their files, once."""
     trainings = [start_process(WRITER, f"a{number}") for number in range(4)]
-    wait_for(lambda: len(server.ask("GET", "/runs")["runs"]) == 4)
+    wait_for(lambda: len(server.ask("GET", "/runs", seconds=20)["runs"]) == 4)
     time.sleep(1)
     for training in trainings:
         training.kill()
@@ -158,7 +158,7 @@ def test_a_kill_of_the_trainings_loses_no_steps(server, tmp_path, monkeypatch):
     monkeypatch.setattr(wire, "SUMMARY_S", 0.05)
     monkeypatch.setattr(courier_module, "_SILENT_S", -1.0)
     Courier(tmp_path / "home", Server.named()).hand_in(everything=True)
-    for run in server.ask("GET", "/runs")["runs"]:
+    for run in server.ask("GET", "/runs", seconds=20)["runs"]:
         [stored] = Store(tmp_path / "home").runs_of(run["plan_id"])
         whole = server.ask("GET", f"/runs/{run['id']}")
         assert whole["summaries"][-1]["steps"] == stored.steps > 0
