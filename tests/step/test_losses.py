@@ -53,7 +53,7 @@ def test_what_counts_for_nothing_needs_no_graph():
     [
         ({}, "empty dict"),
         (Mean(1.0, count=3), "returned float"),
-        ({"ce": torch.ones(2, requires_grad=True) * 1}, r"term 'ce' of step\(\) returned a loss of shape \(2,\)"),
+        ({"ce": torch.ones(2, requires_grad=True) * 1}, r"term 'ce' of the step returned a loss of shape \(2,\)"),
         ({"ce": make_loss(), "accuracy": torch.tensor(0.5)}, r"term 'accuracy'.*return \(losses, aux\)"),
         (Mean(make_loss(), count=-1), r"Mean\(count=\) is -1\.0; it must be a number from 0 to 1e100"),
         (Mean(make_loss(), count=float("nan")), r"Mean\(count=\) is nan"),
