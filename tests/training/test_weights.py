@@ -368,13 +368,13 @@ REFUSED = {
         lambda m, b: {"ce": ce(m, b)},
         lambda b: {"first": count(b)},
         InvalidArgument,
-        r"counts for the terms \['first'\], and step\(\) returned \['ce'\]",
+        r"counts for the terms \['first'\], and the step returned \['ce'\]",
     ),
     "one loss, counts by name": (
         ce,
         lambda b: {"first": count(b)},
         InvalidArgument,
-        r"counts for the terms \['first'\], and step\(\) returned \[''\]",
+        r"counts for the terms \['first'\], and the step returned \[''\]",
     ),
     "other names from weigh each time": (
         ce,
