@@ -97,6 +97,6 @@ class _Gradients:
         for leaf in written:
             if leaf.dtype in NARROW:
                 raise InvalidArgument(
-                    f"backward= adds to .grad of a parameter in {leaf.dtype} itself, which rounds small ones away; "
-                    f"run loss.backward(), and gradients are summed in float32"
+                    f"backward= adds to .grad of a parameter in {leaf.dtype} itself, which rounds small gradients away"
+                    f": run loss.backward(), and gradients are summed in float32"
                 )

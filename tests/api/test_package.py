@@ -36,7 +36,6 @@ TORCH_FREE += [
         "estimate",
         "prediction",
         "workspaces",
-        "sizing",
         "text",
         "timeline",
     )

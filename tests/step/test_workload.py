@@ -64,7 +64,7 @@ def test_a_scalar_loss_is_taken_with_its_graph(returned):
         (lambda loss: loss.item(), "returned float"),
         (
             lambda loss: {"loss": loss, "logits": loss.expand(3)},
-            r"the term 'logits' of step\(\) returned a loss of shape",
+            r"the term 'logits' of the step returned a loss of shape",
         ),
         (lambda loss: [loss, {}], "returned list"),
         (lambda loss: (loss, 1, 2), "returned tuple"),
