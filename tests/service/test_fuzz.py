@@ -124,7 +124,7 @@ def test_a_damaged_record_breaks_no_page(client, service):
     chosen = random.Random(1).sample(cases, len(cases) if IN_PROOF else 250)
     accepted = 0
     for index, (kind, path, new) in enumerate(chosen):
-        record = kinds[kind] | ({"number": index} if "number" in kinds[kind] else {"id": f"b{index}"})
+        record = kinds[kind] | ({"number": index % 900} if "number" in kinds[kind] else {"id": f"b{index}"})
         record.pop("id", None) if kind == "/gate" else None
         record = _replace(record, path, new)
         body = json.dumps(record).encode()
