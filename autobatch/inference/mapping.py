@@ -30,8 +30,8 @@ from autobatch.distributed.ranks import world_size
 from autobatch.distributed.sharded.model import is_sharded
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import Event, PieceRetried
-from autobatch.inference.piece import Done, PieceRunner
-from autobatch.inference.results import Joined, count_entries, describe_entries, rows_of
+from autobatch.inference.piece import PieceRunner
+from autobatch.inference.results import Indices, Joined, count_entries, describe_entries, rows_of
 from autobatch.inference.samples import (
     BatchSamples,
     Collate,
@@ -46,7 +46,7 @@ from autobatch.inference.samples import (
 )
 from autobatch.memory.device import Device
 from autobatch.memory.devices import device_for, find_allowance, is_here, open_device, refuse_meta_model
-from autobatch.memory.oom import describe_error, is_oom
+from autobatch.memory.oom import try_twice
 from autobatch.planning.piece_size import PieceSizes
 from autobatch.step.default_step import call_model
 from autobatch.step.reachable import MOST_OBJECTS, find_modules
@@ -150,13 +150,6 @@ def _open(samples: Any, collate: Collate, lengths: Lengths | None) -> Iterator[W
         first, lists = first + layout.count, layout.lists
 
 
-def _run(runner: PieceRunner, several: Iterable[Waiting]) -> Iterator[Done]:
-    for waiting in several:
-        while (done := runner.run_next(waiting)) is not None:
-            yield done
-            del done  # not held while the next piece runs, here and below
-
-
 @contextmanager
 def _reported(runner: PieceRunner, left: Callable[[], tuple[list[int], Any]]) -> Iterator[None]:
     """Report what was done; put on an error the samples and results that were not handed over."""
@@ -175,10 +168,23 @@ def _reported(runner: PieceRunner, left: Callable[[], tuple[list[int], Any]]) ->
 def _join(runner: PieceRunner, several: Iterable[Waiting], samples: int) -> Any:
     """Return the results of one batch as one."""
     joined = Joined(samples)
+
+    def add(indices: Indices, result: Any) -> None:
+        with runner.device.limit(runner.allowance.budget_bytes):
+            joined.add(indices, result)
+
     with _reported(runner, lambda: (joined.done, joined.partial())):
-        for done in _run(runner, several):
-            _store(runner, joined, done)
-            del done
+        for indices, result in runner.run(several):
+            try:
+                try_twice(runner.device.reclaim, "putting results together", add, indices, result)
+            except DoesNotFit as shortage:
+                whole = format_bytes(count_bytes(result) * samples // len(indices))
+                advice = ", or to='cpu'" if runner.may_send_results else ""
+                raise DoesNotFit(
+                    f"the results of all {samples} samples, about {whole}, do not fit a budget of "
+                    f"{format_bytes(runner.allowance.budget_bytes)}: pass on_result=, or a larger budget={advice}"
+                ) from shortage
+            del result  # not held while the next piece runs, here and below
         return joined.result()
 
 
@@ -186,9 +192,9 @@ def _yield_rows(runner: PieceRunner, several: Iterable[Waiting]) -> Iterator[Any
     """Yield the result of each sample, as soon as all before it are there."""
     following, early = 0, dict[int, Any]()
     with _reported(runner, lambda: ([*early], [*early.values()])):
-        for done in _run(runner, several):
-            early.update(zip(done.indices, rows_of(done.result, len(done.indices)), strict=True))
-            del done
+        for indices, result in runner.run(several):
+            early.update(zip(indices, rows_of(result, len(indices)), strict=True))
+            del result
             while following in early:
                 yield early.pop(following)
                 following += 1
@@ -196,32 +202,9 @@ def _yield_rows(runner: PieceRunner, several: Iterable[Waiting]) -> Iterator[Any
 
 def _hand_over(runner: PieceRunner, several: Iterable[Waiting], on_result: OnResult) -> None:
     with _reported(runner, lambda: ([], [])):
-        for done in _run(runner, several):
-            on_result(done.indices, done.result)
-            del done
-
-
-def _store(runner: PieceRunner, joined: Joined, done: Done) -> None:
-    """Put the results of a piece into their places; if memory runs out, try once more after a clean-up."""
-    for is_last in (False, True):
-        handled = sys.exc_info()[1]
-        try:
-            with runner.device.limit(runner.allowance.budget_bytes):
-                return joined.add(done.indices, done.result)
-        except Exception as error:
-            if not is_oom(error, handled=handled):
-                raise
-            reason = describe_error(error, handled=handled)
-        runner.device.reclaim()
-        if is_last:
-            whole = count_bytes(done.result) * joined.samples // len(done.indices)
-            advice = ", or to='cpu'" if runner.may_send_results else ""
-            raise DoesNotFit(
-                f"the results of all {joined.samples} samples, about {format_bytes(whole)}, do not fit a budget of "
-                f"{format_bytes(runner.allowance.budget_bytes)}; {reason}: pass on_result=, or a larger budget="
-                f"{advice}"
-            )
-    return None
+        for indices, result in runner.run(several):
+            on_result(indices, result)
+            del result
 
 
 class _Progress:

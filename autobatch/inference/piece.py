@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -35,31 +35,19 @@ from autobatch.records import MemoryUsage
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 
-
-class Done(NamedTuple):
-    """A piece that has run: the indices of its samples, and its result with one entry for each."""
-
-    indices: Indices
-    result: Any
+Done = tuple[Indices, Any]  # the samples of a piece that has run, and its result with one entry for each
 
 
 @dataclass
 class PieceRunner:
-    """Runs one function on one device, piece by piece.
-
-    Attributes:
-        modules: Modules that the function reaches.
-        allowance: The budget that is enforced, and the limit that sizes aim at.
-        sizes: Measurements of earlier pieces.
-        to: Device of the results; ``None``: they stay where they are.
-    """
+    """Runs one function on one device, piece by piece."""
 
     function: Callable[[Any], Any]
-    modules: Sequence[nn.Module]
+    modules: Sequence[nn.Module]  # that the function reaches
     device: Device
     allowance: Allowance
     sizes: PieceSizes
-    to: torch.device | None = None
+    to: torch.device | None = None  # where results go; ``None``: they stay where they are
     hooks: Sequence[Hook] = ()
     _ran: list[int] = field(default_factory=list)  # samples of each piece
     _shortages: int = 0
@@ -70,42 +58,45 @@ class PieceRunner:
     _error: Exception | None = None  # of all suspects at once; its frames hold nothing
     _raised_by: Indices = range(0)
 
-    def run_next(self, waiting: Waiting) -> Done | None:
-        """Run the next piece, after as many shortages as it takes; ``None`` where no sample is left.
+    def run(self, several: Iterable[Waiting]) -> Iterator[Done]:
+        """Run all samples, piece by piece.
 
         Raises:
             DoesNotFit: One sample alone runs out of memory, twice.
             Exception: The user's own, once all samples that ran before it were handed over.
         """
-        while True:
-            if self._error is not None and not self._suspects:
-                self._raise(self._error, self._raised_by)  # no sample was found to raise it alone
-            # 1. The next samples, as many as should fit.
-            length = waiting.head(self._ran[-1] if self._ran else 0)
-            if length is None:
+        for waiting in several:
+            while (length := waiting.head(self._ran[-1] if self._ran else 0)) is not None:
+                indices = waiting.ready(self._choose_size(waiting, length))
+                if (done := self._run_or_search(waiting, indices, length)) is not None:
+                    yield done
+                del done  # not held while the next piece runs
+                if self._error is not None and not self._suspects:
+                    self._raise(self._error, self._raised_by)  # no sample was found to raise it alone
+
+    def _run_or_search(self, waiting: Waiting, indices: Indices, length: int) -> Done | None:
+        """Run these samples; ``None`` if fewer of them have to run, to fit or to find the one that raises an error."""
+        handled = sys.exc_info()[1]
+        try:
+            done, reason = self._attempt(waiting, indices, length)
+            if done is None:
+                self._shrink(indices, length, reason)
                 return None
-            indices, handled = waiting.ready(self._choose_size(waiting, length)), sys.exc_info()[1]
-            try:
-                done, reason = self._attempt(waiting, indices, length)
-            except Exception as error:
-                # 3. The user's error: halves of the piece run, until one sample raises it alone.
-                if isinstance(error, DoesNotFit) and self._error is not None:
-                    self._suspects = 0  # the search ends here, with the error that it is about
-                    continue
-                if isinstance(error, AutobatchError):  # which names its samples
-                    raise
-                if len(indices) == 1 or ends_context(error):
-                    self._raise(error, indices)
-                if self._error is None:
-                    self._error, self._raised_by = error, indices
-                    clear_frames(error, handled)
-                self._suspects = len(indices)
-                continue
-            if done is not None:
-                self._is_last_try, self._suspects = False, max(self._suspects - len(indices), 0)
-                return done
-            # 2. Memory ran out: the same samples in smaller pieces.
-            self._shrink(indices, length, reason)
+        except Exception as error:
+            if isinstance(error, DoesNotFit) and self._error is not None:
+                self._suspects = 0  # the search ends here, with the error that it is about
+                return None
+            if isinstance(error, AutobatchError):  # which names its samples
+                raise
+            if len(indices) == 1 or ends_context(error):
+                self._raise(error, indices)
+            if self._error is None:
+                self._error, self._raised_by = error, indices
+                clear_frames(error, handled)
+            self._suspects = len(indices)
+            return None
+        self._is_last_try, self._suspects = False, max(self._suspects - len(indices), 0)
+        return done
 
     @property
     def may_send_results(self) -> bool:  # so that ``to="cpu"`` would leave more memory on the device
@@ -113,7 +104,7 @@ class PieceRunner:
 
     def report(self) -> None:
         """Report what was done, in one line."""
-        event = MapFinished(
+        done = MapFinished(
             samples=sum(self._ran),
             pieces=len(self._ran),
             smallest=min(self._ran, default=0),
@@ -124,7 +115,7 @@ class PieceRunner:
             device=self.device.describe().name,
             seconds=self._seconds,
         )
-        emit(event)
+        emit(done)
 
     def _choose_size(self, waiting: Waiting, length: int) -> int:
         if self._is_last_try:
@@ -172,7 +163,7 @@ class PieceRunner:
             return None, reason
         self._note(len(indices), length, before, time.perf_counter() - started)
         waiting.drop(len(indices))
-        return Done(indices, result), ""
+        return (indices, result), ""
 
     def _run(self, waiting: Waiting, indices: Indices) -> Any:
         samples = len(indices)
@@ -191,16 +182,16 @@ class PieceRunner:
         after = self.device.usage()
         # What the allocator holds from larger pieces is no need of this one.
         took_more = after.peak_reserved > before.reserved
-        peak = max(after.peak_allocated, after.peak_reserved if took_more else 0)
-        tensors = max(after.peak_allocated - before.allocated, 0)
-        piece = Piece(samples, length, max(peak - before.allocated, 0), tensors)
+        growth = max(after.peak_allocated, after.peak_reserved if took_more else 0) - before.allocated
+        piece = Piece(samples, length, max(growth, 0), max(after.peak_allocated - before.allocated, 0))
         self.sizes = self.sizes.after_piece(piece, thrashed=after.alloc_retries > before.alloc_retries)
-        self._peak_bytes = max(self._peak_bytes, after.peak_reserved, after.peak_allocated)
+        peak = max(after.peak_reserved, after.peak_allocated)
+        self._peak_bytes = max(self._peak_bytes, peak)
         self._ran.append(samples)
         event = PieceFinished(
             samples=samples,
             samples_done=sum(self._ran),
-            peak_bytes=max(after.peak_reserved, after.peak_allocated),
+            peak_bytes=peak,
             budget_bytes=self.allowance.budget_bytes,
             seconds=seconds,
         )
@@ -210,9 +201,6 @@ class PieceRunner:
         self._shortages += 1
         used, budget = self.device.usage().allocated, self.allowance.budget_bytes
         if len(indices) == 1 and self._is_last_try:
-            if self._error is not None:
-                self._suspects = 0  # the search ends here, with the error that it is about
-                return
             advice = ", or send results to the host with to='cpu'" if self.may_send_results else ""
             error = DoesNotFit(
                 f"sample {indices[0]} alone does not fit: {format_bytes(used)} of a budget of {format_bytes(budget)} "

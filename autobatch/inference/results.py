@@ -7,8 +7,7 @@ A tensor or array has one row a sample, a list one entry. Mappings, tuples and d
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from itertools import repeat
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from autobatch.errors import InvalidArgument
 
 Indices = range | list[int]
 _ROOT = "the result"
+_NOTHING = object()  # no piece has run yet
 
 
 def check_result(result: Any, samples: int) -> None:
     """Raise InvalidArgument, with the path and what is there, if a part has not one entry a sample."""
-    for path, leaf in _leaves(result).items():
+    for path, leaf in _leaves(result):
         if leaf is not None and count_entries(leaf) != samples:
             raise InvalidArgument(
                 f"fn returned {describe_entries(leaf)} as {path} for {plural(samples, 'sample')}; it must return one "
@@ -56,77 +56,26 @@ class Joined:
 
     def __init__(self, samples: int) -> None:
         self.samples, self.done = samples, list[int]()
-        self._columns: dict[str, Any] | None = None  # by path
-        self._kinds: dict[str, str] = {}  # of the first piece's leaves and containers, by path
-        self._containers: Any = None  # of the first piece, which is not held itself
+        self._columns: Any = _NOTHING  # containers as in the first piece, with room for all samples
 
     def add(self, indices: Indices, result: Any) -> None:
-        """Put the results of a piece into their places; the same may be done again after an error.
-
-        Raises InvalidArgument if it cannot be joined, or not with the pieces before it.
-        """
-        leaves = _leaves(result)
-        for path, leaf in leaves.items():  # of a single piece too: its size must not decide
-            if form := _form_without_rows(leaf):
-                raise InvalidArgument(
-                    f"fn returned a {form} {type(leaf).__name__} as {path}, whose rows cannot be put together: pass "
-                    f"on_result=, or return a dense one, or a list with one tensor a sample"
-                )
-        if self._columns is None:
-            is_whole = len(indices) == self.samples and isinstance(indices, range)
-            columns = leaves if is_whole else {path: _make_column(leaf, self.samples) for path, leaf in leaves.items()}
-            self._columns, self._kinds = columns, {path: _kind(node) for path, node, _ in _nodes(result)}
-            self._containers = _fill(result, repeat(None))
-            if is_whole:
-                self.done.extend(indices)
-                return
-        for path, node, _ in _nodes(result):  # containers come first, so that they have the same entries
-            if (kind := _kind(node)) != self._kinds[path]:
-                raise InvalidArgument(
-                    f"fn returned {kind} as {path}, and {self._kinds[path]} for the pieces before it, which cannot be "
-                    f"joined: return the same for all samples, or pass samples instead of a batch (a list or a "
-                    f"Dataset), whose results stay apart"
-                )
-        for path, column in self._columns.items():
-            _write(column, indices, leaves[path])
+        """Put the results of a piece into their places; the same may be done again after an error."""
+        for path, leaf in _leaves(result):  # of a single piece too: its size must not decide
+            _refuse_without_rows(leaf, path)
+        is_whole = isinstance(indices, range) and len(indices) == self.samples
+        if self._columns is _NOTHING:
+            self._columns = result if is_whole else _map(result, lambda leaf: _make_column(leaf, self.samples))
+        if not is_whole:
+            _write(self._columns, indices, result)
         self.done.extend(indices)
 
     def result(self) -> Any:
         """Return the results of all samples, in their order; ``None`` before the first piece."""
-        return None if self._columns is None else _fill(self._containers, iter(self._columns.values()))
+        return None if self._columns is _NOTHING else self._columns
 
     def partial(self) -> Any:
         """Return the results of the samples that are done, in the order of ``done``."""
-        if self._columns is None:
-            return None
-        return _fill(self._containers, iter([_pick(column, self.done) for column in self._columns.values()]))
-
-
-def _nodes(result: Any, path: str = _ROOT) -> Iterator[tuple[str, Any, bool]]:
-    """Yield each container, then what it holds, with paths and whether it has one entry a sample itself."""
-    children = None if isinstance(result, list) else fields_of(result)
-    yield path, result, children is None
-    for suffix, child in children or ():
-        yield from _nodes(child, path + suffix)
-
-
-def _leaves(result: Any) -> dict[str, Any]:
-    return {path: node for path, node, is_leaf in _nodes(result) if is_leaf}
-
-
-def _fill(containers: Any, leaves: Iterator[Any]) -> Any:
-    children = None if isinstance(containers, list) else fields_of(containers)
-    if children is None:
-        return next(leaves)
-    return with_fields(containers, [_fill(child, leaves) for _, child in children])
-
-
-def _form_without_rows(leaf: Any) -> str:
-    """Name a form of a tensor of which torch cannot fill rows in all cases; ``""`` for all else."""
-    if not isinstance(leaf, torch.Tensor):
-        return ""
-    form = "" if leaf.layout is torch.strided else str(leaf.layout)
-    return "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else form
+        return _map(self.result(), lambda column: _pick(column, self.done))
 
 
 def count_entries(leaf: Any) -> int | None:
@@ -145,16 +94,54 @@ def describe_entries(leaf: Any) -> str:
     return f"a list of {len(leaf)}" if isinstance(leaf, list) else name_type(leaf)
 
 
+# ------------------------------------------------------------------------- trees of which each list is a leaf
+
+
+def _children(node: Any) -> list[tuple[str, Any]] | None:
+    return None if isinstance(node, list) else fields_of(node)
+
+
+def _leaves(node: Any, path: str = _ROOT) -> Iterator[tuple[str, Any]]:
+    children = _children(node)
+    if children is None:
+        yield path, node
+    for suffix, child in children or ():
+        yield from _leaves(child, path + suffix)
+
+
+def _map(node: Any, function: Callable[[Any], Any]) -> Any:
+    children = _children(node)
+    return function(node) if children is None else with_fields(node, [_map(child, function) for _, child in children])
+
+
+def _refuse_without_rows(leaf: Any, path: str) -> None:
+    """Refuse a form of tensor of which torch cannot fill rows in all cases."""
+    if not isinstance(leaf, torch.Tensor) or (
+        leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
+    ):
+        return
+    form = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
+    raise InvalidArgument(
+        f"fn returned a {form} {type(leaf).__name__} as {path}, whose rows cannot be put together: pass "
+        f"on_result=, or return a dense one, or a list with one tensor a sample"
+    )
+
+
 def _kind(node: Any) -> str:
     """Describe what has to be the same in all pieces; of a mapping its keys in any order."""
     if isinstance(node, torch.Tensor) or is_array(node):
-        return f"{name_type(node)} of {node.dtype} with rows of shape {tuple(node.shape[1:])}"
-    suffixes = [suffix for suffix, _ in fields_of(node) or ()]
-    if isinstance(node, list) or not suffixes:
-        return name_type(node)
+        name = "a Tensor" if isinstance(node, torch.Tensor) else "a masked array" if _is_masked(node) else "an array"
+        return f"{name} of {node.dtype} with rows of shape {tuple(node.shape[1:])}"
+    suffixes = [suffix for suffix, _ in _children(node) or ()]
+    if not suffixes:
+        return "a list" if isinstance(node, list) else name_type(node)
     if is_sequence(node):
         return f"{name_type(node)} of {plural(len(suffixes), 'result')}"
     return f"{name_type(node)} with {', '.join(sorted(suffixes) if isinstance(node, Mapping) else suffixes)}"
+
+
+def _is_masked(array: Any) -> bool:
+    return isinstance(array, sys.modules["numpy"].ma.MaskedArray)
 
 
 def _make_column(leaf: Any, samples: int) -> Any:
@@ -163,20 +150,29 @@ def _make_column(leaf: Any, samples: int) -> Any:
     if isinstance(leaf, torch.Tensor):
         return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
     if is_array(leaf):
-        numpy, shape = sys.modules["numpy"], (samples, *leaf.shape[1:])
-        is_masked = isinstance(leaf, numpy.ma.MaskedArray)  # a plain array would lose the mask
-        return (numpy.ma.masked_all if is_masked else numpy.empty)(shape, dtype=leaf.dtype)
+        numpy = sys.modules["numpy"]
+        make = numpy.ma.masked_all if _is_masked(leaf) else numpy.empty  # a plain array would lose the mask
+        return make((samples, *leaf.shape[1:]), dtype=leaf.dtype)
     return [None] * samples
 
 
-def _write(column: Any, indices: Indices, leaf: Any) -> None:
-    if leaf is None:
-        return
-    if isinstance(leaf, list):
-        for index, entry in zip(indices, leaf, strict=True):
-            column[index] = entry
-    else:
-        column[_index_of(indices, column)] = leaf
+def _write(columns: Any, indices: Indices, found: Any, path: str = _ROOT) -> None:
+    """Put the entries of a piece into their places; raise InvalidArgument if other pieces have another form."""
+    if (kind := _kind(found)) != (before := _kind(columns)):
+        raise InvalidArgument(
+            f"fn returned {kind} as {path}, and {before} for the pieces before it, which cannot be "
+            f"joined: return the same for all samples, or pass samples instead of a batch (a list or a "
+            f"Dataset), whose results stay apart"
+        )
+    if (children := _children(columns)) is not None:
+        parts = dict(_children(found) or ())  # by name: a mapping may have its keys in another order
+        for suffix, column in children:
+            _write(column, indices, parts[suffix], path + suffix)
+    elif isinstance(columns, list):
+        for index, entry in zip(indices, found, strict=True):
+            columns[index] = entry
+    elif columns is not None:
+        columns[_index_of(indices, columns)] = found
 
 
 def _pick(column: Any, indices: list[int]) -> Any:

@@ -26,9 +26,9 @@ def dropout_is_active(real, modules):
 
 
 @bug("autobatch.inference.results._write", f"{MAP}::test_a_batch_is_sorted_by_length_too")
-def results_are_in_another_order(real, column, indices, leaf):
+def results_are_in_another_order(real, columns, indices, found, *path):
     """Results of samples that were sorted by length belong to other samples."""
-    real(column, sorted(indices), leaf)
+    real(columns, sorted(indices), found, *path)
 
 
 @bug("autobatch.inference.results.Joined.partial", f"{FAILURES}::test_a_bad_item_of_a_batch_is_named")
