@@ -76,6 +76,7 @@ class Measurement:
         self.keeps_values, self.states_counts, self.running = False, False, 0
         self.renews: Literal["", "outside", "all"] = ""
         self._loss = self._whole_loss = 0.0
+        self._to_watch = 2  # runs in which the step may not do the loop's work: the whole, and then parts
         self._begin()
 
     def _begin(self) -> None:
@@ -289,12 +290,13 @@ class Measurement:
             self.device,
             None if factor == 1 else lambda loss: loss * factor,
             records=False,
+            watched=self._to_watch,
             owns_batches=True,
         )
         try:
             with nullcontext() if self.writes is False else self.start.watch(tensors_of(self.layout.batch)):
                 done = accumulation.run(layouts, self.layout.count)
-            self.writes = bool(self.start.memory)
+            self.writes, self._to_watch = bool(self.start.memory), max(self._to_watch - 1, 0)
         finally:
             self._restore_outside()  # no run may follow; the model stays: a diagnosis looks at it
         if self.random is not None:

@@ -113,6 +113,7 @@ class Probe:
     _now: Readings = field(default_factory=Readings)
     _best_rate: float = 0.0  # samples a second, of the trials that fit
     _is_warm: bool = False
+    _to_watch: int = 2  # steps that may not do the training loop's work: the first one, and that of the first trial
     _leaves_are_known: bool = False
     _holds_activations: bool = False
 
@@ -269,6 +270,7 @@ class Probe:
             stand_ins=partial(unsharded_parameters, self.workload.model),
             written=self._written,
             records=not self._is_warm,
+            watched=self._to_watch,
             stands_for=-(-self.target // size) if self.target > size else 0,
         )
         self._now.phase = "forward"
@@ -281,7 +283,7 @@ class Probe:
                 self._now.phase = "gradients"  # after the last pass they are rounded, or added to earlier ones
             raise
         assert accumulated is not None  # noqa: S101 - all samples count here
-        self._leaves_are_known = True
+        self._leaves_are_known, self._to_watch = True, max(self._to_watch - 1, 0)
         self.aux_bytes = max(self.aux_bytes, *(count_bytes(aux) for aux in accumulated.aux))
         return accumulated
 

@@ -1,13 +1,13 @@
 """Refuses what would do the training loop's work for each micro-batch: calls in the step, and hooks on gradients.
 
-A guard watches the calls of the first two steps, and of one step after an error: ``backward``, ``zero_grad``, ``step``
-of optimizer or scheduler. Each is refused by name before a parameter or a learning rate has moved.
-``torch.autograd.grad`` and ``backward(inputs=...)`` reach no parameter, so they pass.
+In a watched call ``backward``, ``zero_grad`` and ``step`` of optimizer or scheduler are refused by name before a
+parameter or a learning rate has moved. ``torch.autograd.grad`` and ``backward(inputs=...)`` reach no parameter, so they
+pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn
@@ -21,8 +21,6 @@ from autobatch.errors import InvalidArgument
 from autobatch.step.reachable import attributes_of, parts_of, walk
 from autobatch.torch_internals.storages import is_uninitialized
 
-_WATCHED_STEPS = 2
-
 _BACKWARD = (
     "the step calls backward: return the loss, autobatch runs the backward pass "
     "(in a Trainer: accelerator.backward(loss); for a gradient inside the step: torch.autograd.grad)"
@@ -35,71 +33,46 @@ _SCHEDULER = (
 )
 
 
-class LoopGuard:
-    """Counts steps, as a context around the calls of one step, and watches the calls of some.
+Owner = tuple[Any, str]  # an optimizer or a scheduler, with the message for a step that steps it
 
-    Attributes:
-        is_entered: Whether a step runs now.
-        parameters: Parameters that no backward pass of the user's step may reach.
-    """
 
-    def __init__(self) -> None:
-        self.is_entered, self._to_watch, self._is_watching = False, _WATCHED_STEPS, False
-        self.parameters: Sequence[torch.Tensor] = ()
-        self._owners: list[tuple[Any, str]] | None = None
+@contextmanager
+def refuse_loop_calls(owners: Iterable[Owner], parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Raise InvalidArgument if a call in this block does the loop's work, even if the step catches the refusal."""
+    refused: list[str] = []
+    try:
+        with ExitStack() as stack:
+            _refuse(owners, parameters, refused, stack)
+            yield
+    except Exception as error:
+        refused = [message for message in refused if message is not _ZERO_GRAD]
+        if refused and str(error) != refused[0]:
+            raise InvalidArgument(refused[0]) from error
+        raise
+    if refused:  # a call says more than a changed gradient
+        raise InvalidArgument(min(refused, key=lambda message: message is _ZERO_GRAD))
 
-    def find(self, step: Callable[..., Any], optimizer: Any | None, parameters: Sequence[torch.Tensor]) -> None:
-        """Find once what the step may not step: this optimizer, others in the step's reach, and their schedulers."""
-        if self._owners is None:
-            known = {id(parameter) for parameter in parameters if parameter.is_leaf and parameter.requires_grad}
-            self._owners = _find_owners(step, optimizer, known)
 
-    def __enter__(self) -> None:
-        self.is_entered, self._is_watching = True, self._to_watch > 0
-        self._to_watch = max(self._to_watch - 1, 0)
+def _refuse(owners: Iterable[Owner], parameters: Iterable[torch.Tensor], refused: list[str], stack: ExitStack) -> None:
+    """Refuse the loop's calls until the stack is closed, and note the message of each."""
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.is_entered = False
-        if kind is not None:  # after an error the next step is watched
-            self._to_watch = max(self._to_watch, 1)
+    def refuse(message: str, *_: object) -> NoReturn:
+        refused.append(message)
+        raise InvalidArgument(message)
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Watch one call; raise InvalidArgument if it does the loop's work, even if the step catches the refusal."""
-        refused: list[str] = []
-        try:
-            with ExitStack() as stack:
-                if self._is_watching:
-                    self._refuse(refused, stack)
-                yield
-        except Exception as error:
-            refused = [message for message in refused if message is not _ZERO_GRAD]
-            if refused and str(error) != refused[0]:
-                raise InvalidArgument(refused[0]) from error
-            raise
-        if refused:  # a call says more than a changed gradient
-            raise InvalidArgument(min(refused, key=lambda message: message is _ZERO_GRAD))
+    for parameter in _trained(parameters):
+        if not is_uninitialized(parameter):
+            hook = parameter.register_post_accumulate_grad_hook(partial(refuse, _BACKWARD))
+            stack.callback(hook.remove)
+    for owner, message in owners:
+        _replace(owner, "step", partial(refuse, message), stack)
+        if message is _OPTIMIZER and callable(getattr(type(owner), "zero_grad", None)):
+            # Only noted: a backward pass that follows gives a better message.
+            _replace(owner, "zero_grad", partial(refused.append, _ZERO_GRAD), stack)
 
-    def _refuse(self, refused: list[str], stack: ExitStack) -> None:
-        """Refuse the loop's calls until the stack is closed, and note the message of each."""
 
-        def refuse(message: str, *_: object) -> NoReturn:
-            refused.append(message)
-            raise InvalidArgument(message)
-
-        refuse_backward = partial(refuse, _BACKWARD)
-        for parameter in self.parameters:
-            if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
-                stack.callback(parameter.register_post_accumulate_grad_hook(refuse_backward).remove)
-        for owner, message in self._owners or ():
-            # Wrappers of accelerate and Lightning derive from Optimizer without its __init__, and call no hooks.
-            if isinstance(owner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in own_table(owner):
-                stack.callback(owner.register_step_pre_hook(partial(refuse, message)).remove)
-            else:
-                _replace(owner, "step", partial(refuse, message), stack)
-            if message is _OPTIMIZER and callable(getattr(type(owner), "zero_grad", None)):
-                # Only noted: a backward pass that follows gives a better message.
-                _replace(owner, "zero_grad", partial(refused.append, _ZERO_GRAD), stack)
+def _trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameter for parameter in parameters if parameter.is_leaf and parameter.requires_grad]
 
 
 def _replace(owner: Any, name: str, refuse: Callable[[], object], stack: ExitStack) -> None:
@@ -120,8 +93,9 @@ def _replace(owner: Any, name: str, refuse: Callable[[], object], stack: ExitSta
     stack.callback(close)
 
 
-def _find_owners(step: Callable[..., Any], optimizer: Any | None, known: set[int]) -> list[tuple[Any, str]]:
-    """Optimizers of these parameters and schedulers, each with the message for a step that steps it."""
+def find_owners(step: Callable[..., Any], optimizer: Any | None, parameters: Iterable[torch.Tensor]) -> list[Owner]:
+    """Find what the step may not step: this optimizer, others of these parameters in its reach, their schedulers."""
+    known = {id(parameter) for parameter in _trained(parameters)}
 
     def lead_on(value: Any) -> Iterator[Any]:
         # An optimizer's groups and state hold thousands of tensors, which lead to nothing.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from autobatch._wrappers import members_of, state_of
 from autobatch.batch.tree import call_read_only, map_tensors, tensors_of
 from autobatch.errors import InvalidArgument
 from autobatch.step.default_step import default_step
-from autobatch.step.loop_guard import LoopGuard, refuse_hooks
+from autobatch.step.loop_guard import Owner, find_owners, refuse_hooks, refuse_loop_calls
 from autobatch.step.losses import Term, read_terms, read_weights
 from autobatch.step.losses import Weigh as Weigh  # noqa: PLC0414 - callers take both types from here
 from autobatch.step.model_info import name_optimizer
@@ -42,7 +43,6 @@ class Workload:
     optimizer: Any | None = None
     called_by: str = "autobatch"
     named: str = "your step(model, micro_batch)"
-    _guard: LoopGuard = field(default_factory=LoopGuard, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for a part of the wrong kind, or one that cannot be split exactly."""
@@ -68,7 +68,7 @@ class Workload:
     def around(self, step: Step, *, weigh: Weigh | None) -> Workload:
         """Return this workload with another step, which calls this one's; both share the search for optimizers."""
         outer = replace(self, step=step, weigh=weigh)
-        vars(outer)["_guard"] = self.guard(self.parameters())
+        vars(outer)["_owners"] = self._owners
         return outer
 
     def parameters(self) -> list[nn.Parameter]:
@@ -138,18 +138,12 @@ class Workload:
 
     def call_step(self, micro_batch: Any) -> Any:
         """Return what the user's step returns; raise InvalidArgument if it does the training loop's work."""
-        guard = self._guard
-        if not guard.is_entered:
-            with self.guard(self.parameters()):
-                return self.call_step(micro_batch)
-        with guard.watch():
+        with refuse_loop_calls(self._owners, self.parameters()):
             return self.step(self.model, micro_batch)
 
-    def guard(self, parameters: Sequence[torch.Tensor]) -> LoopGuard:
-        """Return the context of one step; no backward pass of the user's may reach these parameters in it."""
-        self._guard.find(self.step, self.optimizer, parameters)
-        self._guard.parameters = parameters
-        return self._guard
+    @cached_property
+    def _owners(self) -> list[Owner]:
+        return find_owners(self.step, self.optimizer, self.parameters())
 
     def check_leaves(self, loss: torch.Tensor, stand_ins: Iterable[torch.Tensor] = ()) -> None:
         """Check the leaves of a loss; ``stand_ins`` are tensors that count as parameters, such as gathered ones."""

@@ -169,6 +169,7 @@ class Accumulation:
                     with marked:
                         progress.aux.append(self._run_micro_batch(micro_batch, progress))
         except Exception as error:
+            self.watched = max(self.watched, 1)
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
                 self._note_where(error, progress)
                 raise
@@ -186,7 +187,6 @@ class Accumulation:
     def _note_shortage(self, progress: AccumulationState, undo: Undo, reason: str) -> Shortage:
         self.leaves_are_known = False  # the next attempt looks at its graph again
         self._sums.clear()  # memory is full
-        self.watched = max(self.watched, 1)
         progress.watch.refuse_writes(undo.memory, stays=not self.owns_batches)
         undo.refuse_lost(reason)
         failed = progress.fail()
@@ -200,9 +200,9 @@ class Accumulation:
 
     @contextmanager
     def _watch(self, undo: Undo, progress: AccumulationState) -> Iterator[None]:
-        """Record what is written into, and refuse a step that does the training loop's work."""
+        """Record what is written into, and refuse a step that writes into its batch."""
         recorder = undo.watch(self._find_uncopied()) if self.records else nullcontext()
-        with self.workload.guard(self._parameters), recorder:
+        with recorder:
             yield
         progress.watch.refuse_writes(undo.memory, stays=not self.owns_batches)
 
@@ -223,7 +223,7 @@ class Accumulation:
         progress.phase, progress.running = "backward", "the backward pass of your loss"
         self._run_backward(divided)
         progress.running = ""
-        if self._is_watched or self._has_sparse:
+        if self._is_watched or self._has_sparse or not self.is_training:
             widen_to = self.stands_for if not progress.aux else 0
             self._has_sparse = join_sparse_rows(self._parameters, self._sums, widen_to)
         progress.loss.add(divided)
