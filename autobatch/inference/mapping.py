@@ -35,7 +35,7 @@ from autobatch.inference.results import Indices, Joined, count_entries, describe
 from autobatch.inference.samples import (
     BatchSamples,
     Collate,
-    Lengths,
+    LengthsOf,
     SingleSamples,
     Waiting,
     are_samples,
@@ -115,7 +115,8 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     modules = _find_runnable(fn)
     # The samples. One batch is described now; a stream or a loader is read when its samples are needed.
     whole = None if are_samples(batch) else _describe(batch)
-    lengths = read_lengths(cut, count_samples(batch) if whole is None else whole.count)
+    count = count_samples(batch) if whole is None else whole.count
+    lengths = read_lengths(cut, count, of_each=whole is None and not isinstance(batch, DataLoader))
     samples = _open(batch, collate or default_collate, lengths) if whole is None else [BatchSamples(whole, lengths)]
     # The memory. Weights and the batch are counted before the budget is found, since they hold a part of it.
     given = [] if whole is None else whole.tensors()
@@ -139,14 +140,14 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     return _yield_rows(runner, samples) if whole is None else _join(runner, samples, whole.count)
 
 
-def _open(samples: Any, collate: Collate, lengths: Lengths | None) -> Iterator[Waiting]:
+def _open(samples: Any, collate: Collate, lengths_of: LengthsOf | None) -> Iterator[Waiting]:
     if not isinstance(samples, DataLoader):
-        yield SingleSamples(iterate(samples), collate, lengths)
+        yield SingleSamples(iterate(samples), collate, lengths_of)
         return
     lists, first = None, 0
     for batch in samples:
         layout = describe(batch, lists)
-        yield BatchSamples(layout, lengths, first)
+        yield BatchSamples(layout, lengths_of, first)
         first, lists = first + layout.count, layout.lists
 
 

@@ -9,9 +9,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from autobatch._formatting import name_type, plural, show_value
 from autobatch._user_errors import add_note
 from autobatch.batch.example import is_source
-from autobatch.batch.lengths import ByLength, LengthOf, read_answer, sort_rows
+from autobatch.batch.lengths import ByLength, read_answer, sort_rows
 from autobatch.batch.registry import Fields, find_type
 from autobatch.batch.samples import Layout
 from autobatch.batch.tree import copy_arrays, field_names, is_array, map_tensors, tensors_of, with_fresh_containers
@@ -28,8 +28,7 @@ from autobatch.memory.device import Device
 
 Collate = Callable[[list[Any]], Any]
 Indices = range | list[int]
-# A function of a sample that gives an int, or of a batch that gives one int a sample; or one int a sample.
-Lengths = LengthOf | Sequence[int]
+LengthsOf = Callable[[Any, int, int], list[int]]  # of a sample or a batch, the index of its first one, and their number
 _WINDOW = 256  # samples of a stream that are sorted by length at once, at least
 _PIECES_IN_WINDOW = 16  # and as many as this many pieces have: each is then of like lengths
 _END = object()  # of the samples; StopIteration of the user's length_of() is an error
@@ -38,13 +37,11 @@ _END = object()  # of the samples; StopIteration of the user's length_of() is an
 class BatchSamples:
     """The samples of one batch that have not run, the longest first if lengths are known."""
 
-    def __init__(self, layout: Layout, lengths: Lengths | None = None, first: int = 0) -> None:
+    def __init__(self, layout: Layout, lengths_of: LengthsOf | None = None, first: int = 0) -> None:
         """Sort them; ``first`` is the index of the batch's first sample among all."""
         self._layout, self._position, self._first = layout, 0, first
-        self._lengths = None if lengths is None else _read_lengths(lengths, layout.batch, first, layout.count)
-        self._order: range | list[int] = range(layout.count)
-        if self._lengths is not None:
-            self._order = sort_rows(self._lengths)
+        self._lengths = None if lengths_of is None else lengths_of(layout.batch, first, layout.count)
+        self._order: Indices = range(layout.count) if self._lengths is None else sort_rows(self._lengths)
 
     def head(self, piece: int) -> int | None:
         """Return the length of the next sample, 1 if it is not known; ``None`` where no sample is left."""
@@ -78,47 +75,38 @@ class BatchSamples:
         return self._order[self._position : self._position + samples]
 
 
-class _Sample(NamedTuple):
-    number: int
-    value: Any
-    length: int
-
-
 class SingleSamples:
     """Samples of an iterable, read when they are needed; with lengths a window of them, the longest first.
 
     Methods are those of ``BatchSamples``; ``head`` reads the next window, at least 16 times the last piece.
     """
 
-    def __init__(self, samples: Iterator[Any], collate: Collate, lengths: Lengths | None) -> None:
-        self._samples, self._collate, self._lengths = samples, collate, lengths
-        if callable(lengths):
-            of_one = lengths
-            self._lengths = lambda sample: [of_one(sample)]
+    def __init__(self, samples: Iterator[Any], collate: Collate, lengths_of: LengthsOf | None) -> None:
+        self._samples, self._collate, self._lengths_of = samples, collate, lengths_of
         self._read = 0
-        self._buffer: deque[_Sample] = deque()
+        self._buffer: deque[tuple[int, int, Any]] = deque()  # index, length, and the sample
         self._error: Exception | None = None
 
     def head(self, piece: int) -> int | None:
         if not self._buffer:
-            self._fill(1 if self._lengths is None else max(_WINDOW, _PIECES_IN_WINDOW * piece))
-            self._buffer = deque(sorted(self._buffer, key=lambda sample: -sample.length))
+            self._fill(1 if self._lengths_of is None else max(_WINDOW, _PIECES_IN_WINDOW * piece))
+            self._buffer = deque(sorted(self._buffer, key=lambda waiting: -waiting[1]))
         if not self._buffer and self._error is not None:
             error, self._error = self._error, None
             raise error
-        return self._buffer[0].length if self._buffer else None
+        return self._buffer[0][1] if self._buffer else None
 
     def left(self) -> None:
         return None
 
     def ready(self, samples: int) -> Indices:
-        if self._lengths is None:  # a window is never added to
+        if self._lengths_of is None:  # a window is never added to
             self._fill(samples)
-        indices = [sample.number for sample in islice(self._buffer, samples)]
-        return indices if self._lengths is not None else range(indices[0], indices[-1] + 1)
+        indices = [index for index, _, _ in islice(self._buffer, samples)]
+        return indices if self._lengths_of is not None else range(indices[0], indices[-1] + 1)
 
     def batch(self, samples: int, device: Device) -> Any:
-        values = [sample.value for sample in islice(self._buffer, samples)]
+        values = [value for _, _, value in islice(self._buffer, samples)]
         if self._collate is not default_collate:  # which makes new tensors
             values = [copy_arrays(value) for value in values]
         return map_tensors(self._collate(values), device.move_tensor)
@@ -128,7 +116,7 @@ class SingleSamples:
             self._buffer.popleft()
 
     def tensors(self, samples: int) -> Iterable[torch.Tensor]:
-        return [tensor for sample in islice(self._buffer, samples) for tensor in tensors_of(sample.value)]
+        return [tensor for _, _, value in islice(self._buffer, samples) for tensor in tensors_of(value)]
 
     def _fill(self, samples: int) -> None:
         """Read until so many wait. An error of the iterable waits too, until those before it have run."""
@@ -138,14 +126,14 @@ class SingleSamples:
                 value = next(self._samples, _END)
                 if value is _END:
                     return
-                length = 1 if self._lengths is None else _read_lengths(self._lengths, value, index, 1)[0]
+                length = 1 if self._lengths_of is None else self._lengths_of(value, index, 1)[0]
             except Exception as error:  # noqa: BLE001 - whatever it is, it is the user's, and raised in its turn
                 add_note(error, f"autobatch.map: raised where sample {index} is read")
                 set_attributes(error, sample_index=index)
                 self._error = error
                 return
             self._read += 1
-            self._buffer.append(_Sample(index, value, length))
+            self._buffer.append((index, length, value))
 
 
 Waiting = BatchSamples | SingleSamples
@@ -186,17 +174,39 @@ def iterate(given: Any) -> Iterator[Any]:
     return (given[index] for index in range(len(given)))
 
 
-def read_lengths(cut: Any, samples: int | None) -> Lengths | None:
-    """Return what was given as ``cut=`` of ``map``: a function, or one length for each of ``samples``, if known."""
+def read_lengths(cut: Any, samples: int | None, *, of_each: bool) -> LengthsOf | None:
+    """Return what was given as ``cut=`` of ``map``; ``of_each``: a function of each of ``samples``, not of a batch."""
     if cut is None:
         return None
     if not isinstance(cut, ByLength):
         raise InvalidArgument(f"cut={show_value(cut)}: map() takes autobatch.by_length(length_of), or None")
     if cut.dims is not None or cut.padding is not None:
         raise InvalidArgument("map() trims no padding: leave dims= and padding= out of by_length()")
-    lengths: Lengths = cut.length_of
-    if callable(lengths):
-        return lengths
+    given: Any = cut.length_of
+    if not callable(given):
+        _check_list(given, samples)
+
+    def lengths_of(value: Any, first: int, count: int) -> list[int]:
+        if not callable(given):
+            if first + count > len(given):
+                raise InvalidArgument(
+                    f"by_length() has {len(given)} lengths, and there is a sample {first + count - 1}: pass one int a "
+                    f"sample, or a function"
+                )
+            answer: Any = [given[index] for index in range(first, first + count)]
+        else:
+            try:
+                answer = [given(value)] if of_each else given(value)
+            except StopIteration as error:  # next() of an empty iterator; a generator would end with it
+                raise InvalidArgument(
+                    f"length_of() raised StopIteration for sample {first}: return an int of at least 0"
+                ) from error
+        return [max(length, 1) for length in read_answer(answer, count)]
+
+    return lengths_of
+
+
+def _check_list(lengths: Any, samples: int | None) -> None:
     is_sequence = all(hasattr(lengths, name) for name in ("__len__", "__getitem__"))
     if not is_sequence or isinstance(lengths, Mapping | str | bytes) or getattr(lengths, "ndim", None) == 0:
         raise InvalidArgument(
@@ -207,21 +217,3 @@ def read_lengths(cut: Any, samples: int | None) -> Lengths | None:
             f"by_length() has {len(lengths)} lengths for {plural(samples, 'sample')}: pass one int a sample, or a "
             f"function"
         )
-    return lengths
-
-
-def _read_lengths(lengths: Lengths, samples: Any, first: int, count: int) -> list[int]:
-    """Return the lengths of so many samples, by the function or from the list."""
-    last = first + count - 1
-    if not callable(lengths) and last >= len(lengths):
-        raise InvalidArgument(
-            f"by_length() has {len(lengths)} lengths, and there is a sample {last}: pass one int a sample, or a "
-            f"function"
-        )
-    try:
-        given = lengths(samples) if callable(lengths) else [lengths[index] for index in range(first, last + 1)]
-    except StopIteration as error:  # next() of an empty iterator; a generator would end with it
-        raise InvalidArgument(
-            f"length_of() raised StopIteration for sample {first}: return an int of at least 0"
-        ) from error
-    return [max(length, 1) for length in read_answer(given, count)]
