@@ -1,5 +1,7 @@
 """Between two steps tensors may change kind without a new object: the next step sees them as they are."""
 
+from __future__ import annotations
+
 from functools import cache
 
 import pytest
@@ -66,13 +68,13 @@ def give_inference_data(model):
 
 
 def narrow(model):
-    """Do the same as ``model.bfloat16()``; the gradients are summed in float32 from now on."""
+    """What ``model.bfloat16()`` does, and the gradients are summed in float32 from now on."""
     for tensor in (*model.layer.parameters(), model.mean, model.other):
         tensor.data = tensor.data.bfloat16()
 
 
 def materialize(model):
-    """Do the same as a lazy module's first forward pass."""
+    """What a lazy module's first forward pass does."""
     model.raw.materialize((4,))
     model.raw.zero_()
 
@@ -90,11 +92,13 @@ CHANGES = [
 
 
 def loss_of(model, batch):
+    """A mean over samples."""
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 @cache
 def make_plan():
+    """Two micro-batches of four."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"batch": make_batch(8), "step": loss_of, "optimizer": optimizer, "max_micro_batch": 4, "check": None}
@@ -137,3 +141,14 @@ def test_a_step_after_the_change_can_be_undone(change, earlier):
     assert getattr(model.layer.weight, "note", None) is held
     runner._workload.__dict__["step"] = loss_of
     runner.step(make_batch(8))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_after_the_change_is_that_of_a_new_runner(change):
+    """Nothing that was found out about the tensors before is used."""
+    model, _, runner = prepare(change, 3)
+    fresh, fresh_optimizer, _ = prepare(change, 3)
+    new = autobatch.Runner(make_plan(), fresh, loss_of, fresh_optimizer)
+    assert torch.equal(runner.step(make_batch(8)).loss, new.step(make_batch(8)).loss)
+    tensors = [[*net.layer.parameters(), net.mean, net.other] for net in (model, fresh)]
+    assert all(map(torch.equal, *tensors))

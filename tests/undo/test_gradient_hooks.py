@@ -1,5 +1,7 @@
 """Gradient hooks that a step registers and removes are as in a run without a failure; other ones are refused."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from sampling import sample
@@ -27,12 +29,13 @@ class Hooked(nn.Module):
 
 
 def make_batch():
+    """Three micro-batches of four."""
     torch.manual_seed(1)
     return torch.randn(12, 6, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64)
 
 
 def full_gradient(model, removes):
-    """Gradient of the whole batch, from another model with the same weights."""
+    """Of the whole batch, by another model with the same weights."""
     reference = Hooked(removes)
     reference.load_state_dict(model.state_dict())
     mse_loss(reference(make_batch()[0]), make_batch()[1]).backward()

@@ -1,4 +1,6 @@
-"""Gradients in ``.grad``: changes are seen; they are set aside, put back and added."""
+"""What stands in ``.grad``: seen when it changes, set aside, put back and added."""
+
+from __future__ import annotations
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ def make_parameters():
 
 
 def set_gradient(index, gradient):
+    """A change: another tensor stands there."""
+
     def change(parameters):
         parameters[index].grad = gradient
 
@@ -29,6 +33,7 @@ def run_backward(parameters):
 
 
 def is_unchanged(watch):
+    """Whether no gradient has changed."""
     try:
         watch.refuse_change()
     except InvalidArgument:
@@ -81,8 +86,46 @@ def test_a_stamp_sees_no_change_where_there_is_none(action):
     assert is_unchanged(stamps)
 
 
+def test_a_sparse_gradient_is_seen_to_change():
+    """It is replaced or added to, as torch likes."""
+    table = nn.Embedding(10, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    stamps = GradientWatch([table.weight], Float32Sums())
+    assert is_unchanged(stamps)
+    table(torch.tensor([2])).sum().backward()
+    assert not is_unchanged(stamps)
+
+
+def test_an_address_that_comes_back_is_not_taken_for_the_old_gradient():
+    """The stamp holds the old tensor, so a new one cannot be mistaken for it."""
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    stamps = GradientWatch([parameter], Float32Sums())
+    for _ in range(50):
+        parameter.grad = None
+        parameter.grad = torch.ones(3)
+        assert not is_unchanged(stamps)
+
+
+def test_gradients_are_set_aside_without_a_copy_and_put_back():
+    """The step begins with none; afterwards the very same tensors stand there, untouched, and None is None."""
+    parameters = make_parameters()
+    gradient = parameters[0].grad
+    version = gradient._version
+    earlier = EarlierGradients(parameters)
+    assert parameters[0].grad is gradient
+    earlier.set_aside()
+    assert [parameter.grad for parameter in parameters] == [None] * 3
+    run_backward(parameters)
+    earlier.restore()
+    assert parameters[0].grad is gradient
+    assert gradient._version == version
+    assert gradient.tolist() == [5, 5, 5]
+    assert parameters[1].grad is None
+
+
 def test_earlier_gradients_are_added_and_stay_as_they_were_until_settled():
-    """The sum can be undone; settled, it is in the earlier tensor, as after ``backward``."""
+    """The sum can be undone; settled, it stands in the earlier tensor, as after ``backward``."""
     parameters = make_parameters()
     gradient = parameters[0].grad
     earlier = EarlierGradients(parameters)
@@ -119,6 +162,19 @@ def test_narrow_gradients_are_summed_in_float32(dtype):
     assert parameter.grad.tolist() == [1] * 3, "hooks stay behind"
 
 
+def test_a_stamp_sees_a_gradient_that_went_into_a_float32_sum():
+    """``.grad`` is None before and after, and yet a backward pass has touched it."""
+    parameter, sums = nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), Float32Sums()
+    sums.begin([parameter])
+    stamps = GradientWatch([parameter], sums)
+    assert is_unchanged(stamps)
+    parameter.sum().backward()
+    assert not is_unchanged(stamps)
+    sums.clear()
+    sums.write()
+    assert parameter.grad is None
+
+
 def test_sparse_narrow_gradients_are_summed_too():
     """An embedding's sparse gradient in bfloat16 becomes one sparse gradient."""
     table = nn.Embedding(5, 2, sparse=True, dtype=torch.bfloat16)
@@ -130,6 +186,21 @@ def test_sparse_narrow_gradients_are_summed_too():
     sums.end()
     assert table.weight.grad.is_sparse
     assert table.weight.grad.to_dense()[:, 0].tolist() == [0, 3, 0, 0, 3]
+
+
+def test_an_earlier_gradient_without_a_new_one_stays():
+    """A parameter that the step did not use: a copy while the step can be undone, its own tensor after."""
+    parameters = make_parameters()
+    gradient = parameters[0].grad
+    aside = EarlierGradients(parameters)
+    aside.set_aside()
+    parameters[1].sum().backward()
+    aside.add()
+    assert parameters[0].grad is not gradient
+    assert parameters[0].grad.tolist() == [5, 5, 5]
+    aside.settle()
+    assert parameters[0].grad is gradient
+    assert gradient.tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize(("earlier", "new"), [(True, True), (False, True), (True, False)], ids=str)

@@ -5,6 +5,9 @@ A sample of the positions that tests/training/test_faults.py tries all of.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from faults import CASES, Training
@@ -13,7 +16,7 @@ from torch import nn
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import CannotRetry
+from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.testing import FakeDevice, oom_at
 
 FIRST = next(index for index, case in enumerate(CASES) if "key encoder" in case.name)
@@ -66,7 +69,7 @@ class MovesLate(nn.Module):
 
 
 def test_a_write_that_was_never_seen_before_is_an_error_and_never_a_wrong_result():
-    """The third step, not recorded, is the first to write, and its last micro-batch runs out of memory."""
+    """The third step, not recorded, is the first to write, and memory ends in its last micro-batch."""
     model = MovesLate(way="in place", since=4)
     runner, _ = make_runner(model)
     for _ in range(2):
@@ -108,6 +111,89 @@ def test_assigned_data_needs_no_copy():
     for _ in result.micro_batch_sizes:
         expected += 0.1
     assert torch.equal(model.frozen.weight, expected)
+
+
+def test_what_is_not_written_is_not_copied():
+    """A frozen part that stays as it is costs nothing, however large it is."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4).requires_grad_(False))
+    runner, _ = make_runner(model)
+    for _ in range(3):
+        runner.step(make_batch(8))
+    assert runner._accumulation.record().memory == {}
+
+
+def test_memory_that_died_is_forgotten():
+    """A step that makes its own scratch tensors writes into none of an earlier step."""
+    model, scratch = nn.Linear(6, 4), {}
+
+    def step(model, batch):
+        scratch["sum"] = torch.zeros(4)
+        with torch.no_grad():
+            scratch.get("last", scratch["sum"]).add_(1)
+        scratch["last"] = scratch["sum"]
+        return mean_step(model, batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner, _ = make_runner(model)
+    runner = autobatch.Runner(runner.plan, model, step, optimizer, device=FakeDevice(lambda n: n, total_bytes=1000))
+    for _ in range(70):
+        runner.step(make_batch(8))
+    assert len(runner._accumulation.record().memory) <= 2
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (
+            torch.nn.Linear(2, 2),
+            "keep=Linear(in_features=2, out_features=2, bias=True): pass a list of objects, keep=[...]",
+        ),
+        ([object()], "keep[0] is an object, which cannot be put back: give it state_dict() and load_state_dict(state)"),
+        ([{}, 3], "keep[1] is an int"),
+        ("metric", "keep='metric': pass a list"),
+    ],
+)
+def test_what_cannot_be_put_back_is_refused(keep, message):
+    """Whoever names an object relies on it."""
+    model = nn.Linear(6, 4)
+    runner, optimizer = make_runner(model)
+    with pytest.raises(InvalidArgument) as caught:
+        autobatch.Runner(runner.plan, model, mean_step, optimizer, keep=keep)
+    assert message in str(caught.value)
+
+
+@dataclass
+class Elsewhere:
+    """A dataclass whose state is not in its fields."""
+
+    name: str = "counter"
+    places: ClassVar[list[str]] = []
+
+    def take(self):
+        return tuple(self.places)
+
+    def put(self, taken):
+        self.places[:] = taken
+
+
+def test_a_dataclass_is_asked_for_what_it_takes():
+    """Its own methods say what its state is, not its fields."""
+    kept, runs = Elsewhere(), []
+
+    def step(model, batch):
+        runs.append(batch)
+        kept.places.append(f"of {len(batch[0])}")
+        if len(runs) == 2:
+            raise torch.OutOfMemoryError("planned")
+        return mean_step(model, batch)
+
+    model = nn.Linear(6, 4)
+    runner, optimizer = make_runner(model)
+    device = FakeDevice(lambda n: n, total_bytes=1000)
+    runner = autobatch.Runner(runner.plan, model, step, optimizer, device=device, keep=[kept])
+    result = runner.step(make_batch(16))
+    assert result.retries == 1
+    assert kept.places == [f"of {size}" for size in result.micro_batch_sizes]
 
 
 class Takes:

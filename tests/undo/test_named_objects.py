@@ -1,5 +1,9 @@
 """Objects that the user names in ``keep=`` are put back whatever their size, any number of times."""
 
+from __future__ import annotations
+
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +11,7 @@ from torch import nn
 
 import autobatch
 from autobatch.errors import InvalidArgument
+from autobatch.undo.gradients import Float32Sums
 from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
 
@@ -61,6 +66,31 @@ def test_a_step_that_is_undone_twice_puts_back_the_same_value():
         taker.values.append(1)
         undo.restore()
         assert taker.values == []
+
+
+def test_a_generator_without_a_state_is_left_alone():
+    """The operating system draws for ``SystemRandom``."""
+    model = nn.Linear(1, 1)
+    model.source = random.SystemRandom()
+    Undo(model, CPU).restore()
+
+
+@pytest.mark.parametrize("kinds", ["sd", "ds", "ss", "dd"])
+def test_sparse_and_dense_gradients_of_one_parameter_add_up(kinds):
+    """One micro-batch looks rows up, another uses the whole table."""
+    parameter, sums = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16)), Float32Sums()
+    sums.begin([parameter])
+    for kind in kinds:
+        if kind == "d":
+            parameter.sum().backward()
+        else:
+            nn.functional.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
+    sums.write()
+    sums.end()
+    rows = torch.tensor([[0.0], [1.0], [0.0]])
+    expected = sum((torch.ones(3, 2) if kind == "d" else rows.expand(3, 2)) for kind in kinds)
+    found = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    assert torch.equal(found.float(), expected)
 
 
 class Refuses:

@@ -1,5 +1,7 @@
 """Sparse gradients: small during a step, and a trial's as large as a step's."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ BY_OPTIMIZER = pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), id
 
 
 def make_table(dtype=torch.float32):
+    """An embedding whose gradient is sparse."""
     torch.manual_seed(0)
     return nn.Embedding(ROWS, WIDTH, sparse=True, dtype=dtype)
 
@@ -31,6 +34,7 @@ def make_rows(samples):
 
 
 def step(model, rows):
+    """The mean over samples."""
     return model(rows).square().sum((1, 2)).mean()
 
 

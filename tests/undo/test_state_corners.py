@@ -1,5 +1,10 @@
 """Corners of what a step may change: each is as it was after the step was undone, and as it should be after a retry."""
 
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +14,7 @@ from workloads import make_batch, mean_step
 
 import autobatch
 from autobatch.testing import FakeDevice, oom_at
+from autobatch.undo.module_state import ModuleState
 from autobatch.undo.undo import Undo
 from autobatch.undo.written_memory import WriteRecorder, WrittenMemory
 
@@ -49,6 +55,12 @@ class Changes(nn.Module):
         return self.layer(inputs)
 
 
+class Plain:
+    """Its attributes are in no ``__dict__``."""
+
+    __slots__ = ("count",)
+
+
 def replace_and_write(model):
     """A new tensor, and a write into the old one's successor."""
     model.bank = model.bank.clone()
@@ -63,14 +75,17 @@ def write_then_assign(model):
 
 
 def mark(model):
+    """An attribute of a tensor, counted up."""
     model.layer.weight.calls = getattr(model.layer.weight, "calls", 0) + 1
 
 
 def with_array(value):
+    """Prepares an array as an attribute."""
     return lambda model: setattr(model, "array", value.copy())
 
 
 def add_to_array(model):
+    """In place."""
     model.array += 1
 
 
@@ -81,6 +96,7 @@ def write_inference(model):
 
 
 def make_inference(model):
+    """Registers one."""
     with torch.inference_mode():
         model.register_buffer("cache", torch.zeros(3))
 
@@ -148,7 +164,38 @@ def test_a_corner_rides_on_the_step(name, earlier):
     assert look(model) == look(undisturbed)
 
 
+@pytest.mark.parametrize("kind", ["read-only", "memmap", "large"])
+def test_an_array_that_is_not_copied_does_not_stop_a_step(kind, tmp_path):
+    """Nobody can write into the first; of the others a copy would cost too much, as the documentation says."""
+    array = np.zeros(2**21 + 1 if kind == "large" else 3)
+    if kind == "memmap":
+        array = np.memmap(tmp_path / "array", dtype=float, mode="w+", shape=3)
+    array.flags.writeable = kind != "read-only"
+    model = nn.Linear(2, 2)
+    model.array = array
+    state = ModuleState([model])
+    if kind != "read-only":
+        array += 1
+    assert not state.find_changed()
+    state.restore()
+    assert model.array is array
+    assert array[0] == (0 if kind == "read-only" else 1)
+
+
+def test_an_object_with_slots_is_put_back_by_reference():
+    """Slots are not looked into, and do not stop what is."""
+    model = nn.Linear(2, 2)
+    model.slotted = first = Plain()
+    state = ModuleState([model])
+    model.slotted.count = 1
+    model.slotted = Plain()
+    state.restore()
+    assert model.slotted is first
+
+
 class Counter:
+    """Raises when it is put back."""
+
     def __init__(self, *, broken=False):
         self.count, self.broken = 0, broken
 
@@ -190,6 +237,62 @@ def test_named_objects_inside_lists_and_dicts_are_put_back():
     assert (metric.count, inner.count) == (0, 0)
 
 
+def test_modules_that_are_keys_of_named_dicts_are_put_back():
+    """``keep=[{teacher: 0.9}]``."""
+    teacher = nn.Linear(2, 2)
+    teacher.count = 0
+
+    def change():
+        teacher.count += 1
+
+    _, runner = run_with([{teacher: 0.9}], change, fails=True)
+    with pytest.raises(ValueError, match="planned"):
+        runner.step(make_batch(8))
+    assert teacher.count == 0
+
+
+class Expiring(OrderedDict):
+    """A cache that counts what is read, and drops what has expired."""
+
+    reads = 0
+
+    def __getitem__(self, key):
+        self.reads += 1
+        del self[key]
+        raise KeyError(key)
+
+
+def test_recording_a_cache_reads_nothing_by_its_own_code():
+    """Neither a count nor an entry of it changes, and it is put back."""
+    model = nn.Linear(2, 2)
+    model.cache = Expiring({"prompt": 1})
+    point = Undo(model, CPU)
+    assert (model.cache.reads, list(OrderedDict.items(model.cache))) == (0, [("prompt", 1)])
+    model.cache["answer"] = 2
+    assert [*point.modules.find_changed()] == [model]
+    point.restore()
+    assert (model.cache.reads, list(OrderedDict.items(model.cache))) == (0, [("prompt", 1)])
+
+
+def test_empty_lists_of_a_module_with_fewer_tables_are_put_back():
+    """Its class sets them before ``super().__init__()``, and it was saved by a torch that had fewer tables."""
+
+    class Early(nn.Module):
+        def __init__(self):
+            self.first, self.second = [], []
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+    saved = {name: value for name, value in vars(Early()).items() if name != "_forward_hooks_always_called"}
+    del saved["_backward_pre_hooks"]
+    model = Early.__new__(Early)
+    model.__setstate__(saved)
+    point = Undo(model, CPU)
+    model.second.append(1)
+    point.restore()
+    assert model.second == []
+
+
 def test_a_put_that_raises_leaves_out_nothing_else():
     """Its error comes out with the step's own in its context, and all else is put back."""
     broken, counter, other = Counter(broken=True), Counter(), torch.zeros(())
@@ -206,6 +309,18 @@ def test_a_put_that_raises_leaves_out_nothing_else():
     assert (counter.count, other.item()) == (0, 0)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_recorder_is_released_after_its_step():
+    """It holds copies of all that was written into."""
+    _model, runner, _ = make_changing("written, then assigned")
+    gc.collect()
+    gc.disable()
+    try:
+        runner.step(make_batch(8))
+        assert not [item for item in gc.get_objects() if isinstance(item, WriteRecorder)]
+    finally:
+        gc.enable()
 
 
 def test_hooks_that_the_step_registers_survive_it():

@@ -1,12 +1,19 @@
 """Values kept aside: every dtype, layout and bit, in host memory or in a file that is gone afterwards."""
 
+from __future__ import annotations
+
+import gc
 import shutil
 import tempfile
+import weakref
 from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from workloads import differences
 
 from autobatch.errors import DoesNotFit
 from autobatch.torch_internals.storages import storages_of
@@ -24,6 +31,7 @@ def nans():
 
 
 def scramble(tensor):
+    """Every byte another one."""
     for storage in storages_of(tensor):
         raw = torch.empty(0, dtype=torch.uint8).set_(storage)
         raw.bitwise_not_()
@@ -68,6 +76,24 @@ def test_every_tensor_comes_back_bit_for_bit(name, host_bytes):
             assert [list(bytes(storage)) for storage in storages_of(tensor)] == expected
 
 
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    host_bytes=st.sampled_from([IN_MEMORY, IN_A_FILE, 50]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_set_of_tensors_comes_back(sizes, host_bytes, seed):
+    """Of any number and size, views among them."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(size, generator=generator) for size in sizes]
+    tensors += [tensor[: tensor.numel() // 2] for tensor in tensors]
+    expected = [tensor.clone() for tensor in tensors]
+    with closing(HostCopies(tensors, host_bytes=host_bytes)) as copies:
+        for tensor in tensors:
+            tensor.fill_(7)
+        copies.restore()
+    assert not differences(dict(enumerate(tensors)), dict(enumerate(expected)))
+
+
 def test_the_tensor_stays_the_same_memory():
     """Values return into the very memory they were in: whoever shares it sees them too."""
     tensor = torch.arange(6.0)
@@ -79,8 +105,16 @@ def test_the_tensor_stays_the_same_memory():
     assert view.tolist() == [2, 3]
 
 
+def test_a_shared_storage_is_copied_once():
+    """Two views, or a tied weight, cost one copy."""
+    tensor = torch.arange(100.0)
+    with closing(HostCopies([tensor, tensor[3:], tensor.view(10, 10)], host_bytes=400)) as copies:
+        assert len(copies.saved) == 1
+        assert copies._folder is None  # 400 bytes are 400 bytes: nothing had to go to a file
+
+
 def test_a_resized_storage_gets_its_size_back():
-    """A storage that was resized, or freed as sharded training does, gets its size and its bytes back."""
+    """What was resized, or freed as sharded training does, is as large as before and holds the old bytes."""
     tensor, freed = torch.arange(10.0), torch.arange(5.0)
     with closing(HostCopies([tensor, freed], host_bytes=IN_MEMORY)) as copies:
         tensor.resize_(1000).zero_()
@@ -91,8 +125,18 @@ def test_a_resized_storage_gets_its_size_back():
     assert freed.tolist() == list(range(5))
 
 
+@pytest.mark.parametrize("make", [lambda: torch.ones(3, device="meta"), lambda: torch.ones(3).to_mkldnn()])
+def test_what_has_no_storage_is_passed_over(make):
+    """Meta tensors have no values, opaque ones do not show theirs."""
+    tensor = make()
+    assert list(storages_of(tensor)) == []
+    with closing(HostCopies([tensor], host_bytes=IN_MEMORY)) as copies:
+        copies.restore()
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    """Where temporary files go."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -111,9 +155,24 @@ def test_the_file_is_gone_afterwards(folder):
     copies.close()  # a second time does nothing
 
 
+def test_the_file_is_gone_after_an_interrupt(folder):
+    """Also when the block ends by Ctrl-C."""
+    with pytest.raises(KeyboardInterrupt), closing(HostCopies([torch.ones(9)], host_bytes=0)):
+        raise KeyboardInterrupt
+    assert list(folder.iterdir()) == []
+
+
 def test_a_full_disk_is_said_before_anything_is_written(folder, monkeypatch):
     """A mapped file on a full disk would end the process: so it is asked first."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(DoesNotFit, match=r"1\.0 KiB, but host memory has 10 bytes for it and .* 100 bytes; .*TMPDIR"):
         HostCopies([torch.ones(256)], host_bytes=10)
     assert list(folder.iterdir()) == []
+
+
+def test_nothing_stays_in_memory():
+    """The copies go with the block; the tensors were never copied on their device."""
+    with closing(HostCopies([torch.ones(9)], host_bytes=IN_MEMORY)) as copies:
+        references = [weakref.ref(part) for pair in copies.saved.values() for part in pair]
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]

@@ -1,10 +1,13 @@
-"""A training step leaves no trace in a model and its optimizer, whatever it does to them."""
+"""Whatever a training step does to a model and its optimizer, afterwards there is no trace of it."""
+
+from __future__ import annotations
 
 import gc
 import random
 import tempfile
 import weakref
 from collections import OrderedDict, deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 from workloads import Everything, bits_of, differences, make_batch, mean_step
 
+import autobatch
 from autobatch.undo.training_state import TrainingState
 
 CPU = torch.device("cpu")
@@ -19,6 +23,7 @@ IN_MEMORY = 2**40
 
 
 def remember(model, optimizer=None, host_bytes=IN_MEMORY):
+    """Everything of both, on the CPU."""
     return TrainingState(model, optimizer, CPU, host_bytes=host_bytes)
 
 
@@ -106,6 +111,23 @@ def test_real_steps_leave_no_trace(name, earlier_steps, host_bytes):
     assert attributes_of(optimizer) == attributes
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_nothing_had_been(name):
+    """The steps after it are bitwise those of a run without it: bias correction, momentum, dropout masks."""
+    outcomes = []
+    for is_interrupted in (False, True):
+        torch.manual_seed(5)
+        model = Everything()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        if is_interrupted:
+            with remember(model, optimizer) as state:
+                state.rewind()
+                train(model, optimizer, 2)
+        train(model, optimizer, 3)
+        outcomes.append({k: v for k, v in bits_of(model, optimizer).items() if not k.startswith("gradient object")})
+    assert not differences(*outcomes)
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_an_error_in_the_block_restores_and_comes_out(error):
     """Whatever ends the block, also Ctrl-C in the middle of a step."""
@@ -144,11 +166,24 @@ def test_a_scheduler_keeps_its_hold_on_the_optimizer():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
 
 
+def test_a_scheduler_that_is_made_in_the_block_is_gone():
+    """Its wrapper around ``step`` and its entries in the groups go with it."""
+    model = Everything()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, attributes = bits_of(model, optimizer), set(vars(optimizer))
+    with remember(model, optimizer):
+        torch.optim.lr_scheduler.LinearLR(optimizer)
+    assert not differences(bits_of(model, optimizer), before)
+    assert set(vars(optimizer)) == attributes
+
+
 def add_group(model, optimizer):
+    """As gradual unfreezing does."""
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 1.0})
 
 
 def replace_state(model, optimizer):
+    """As loading a state does."""
     optimizer.load_state_dict(optimizer.state_dict())
 
 
@@ -181,6 +216,7 @@ def add_things(model, optimizer):
 
 
 def add_hooks(model, optimizer):
+    """On modules, on tensors, on the optimizer."""
     model.register_forward_hook(lambda *a: None)
     model.head.register_forward_pre_hook(lambda *a: None)
     model.head.register_full_backward_hook(lambda *a: None)
@@ -188,12 +224,14 @@ def add_hooks(model, optimizer):
 
 
 def change_modes(model, optimizer):
+    """Train and eval."""
     model.eval()
     model.drop.train()
     model.drop.p = 0.9
 
 
 def draw_numbers(model, optimizer):
+    """From each generator."""
     torch.rand(3)
     random.random()
     np.random.rand()
@@ -217,6 +255,7 @@ def join_a_graph(model, optimizer):
 
 
 def change_gradients(model, optimizer):
+    """Accumulated into, replaced, made and dropped."""
     mean_step(model, make_batch(6)).backward()
     model.head.weight.grad = torch.ones(4, 8)
     model.unused.weight.grad = torch.ones(3, 3)
@@ -247,6 +286,7 @@ def is_changed(found, expected):
 
 
 def hooks_of(optimizer):
+    """How many hooks hang on it."""
     return len(optimizer._optimizer_step_pre_hooks)
 
 
@@ -272,7 +312,7 @@ def test_each_thing_a_step_can_do_is_undone(action, has_gradients):
 
 
 def test_hooks_and_attributes_of_tensors_are_undone():
-    """Things attached to a parameter: hooks of both kinds, a gradient in wider precision."""
+    """What hangs on a parameter itself: hooks of both kinds, a gradient in wider precision."""
     model, calls = nn.Linear(3, 3), []
     model.weight.register_hook(lambda gradient: calls.append("mine"))
     model.weight.note = "mine"
@@ -309,6 +349,25 @@ def test_containers_kept_as_attributes_are_undone():
     assert list(model.cache) == ["b", "a"]
     assert [tensor.tolist() for tensor in (*model.cache["b"], model.cache["a"][0])] == [[0, 0], [0, 0]]
     assert model.cache["a"][1] == {"deep": 1}
+
+
+def test_a_state_of_odd_values_comes_back():
+    """Payloads of NaN, negative zeros, overlapping and shared memory, every kind of dtype, as buffers."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(2))
+    bits = torch.tensor([0x7FC00000, -0x3FFFFF, 0x7FA12345, -(2**31)], dtype=torch.int32)
+    values = [bits.view(torch.float32), torch.tensor([True, False]), torch.ones(3).bfloat16(), torch.arange(3).char()]
+    values += [torch.ones(3, dtype=torch.complex64), torch.ones(3, 1).expand(3, 4), torch.empty(0)]
+    values += [values[0][1:3], torch.ones(3).to(torch.float8_e5m2)]
+    for index, value in enumerate(values):
+        model.register_buffer(f"buffer{index}", value, persistent=index % 2 == 0)
+    before = bits_of(model)
+    with remember(model):
+        for buffer in model.buffers():
+            buffer.untyped_storage().fill_(77)
+        model.buffer0 = torch.zeros(4)
+    assert not differences(bits_of(model), before)
+    assert model.buffer7.data_ptr() == model.buffer0[1:].data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -376,6 +435,19 @@ def test_a_lstm_keeps_its_weights_together():
         model.half()
     assert not differences(bits_of(model, optimizer), before)
     assert all(flat is weight for flat, weight in zip(model._flat_weights, model.parameters(), strict=True))
+
+
+def test_rewinding_keeps_what_is_resident():
+    """Between trials the optimizer keeps the state it has made; values and generators are the first ones."""
+    model = Everything()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = bits_of(model)
+    with remember(model, optimizer) as state:
+        train(model, optimizer)
+        state.rewind()
+        assert optimizer.state[model.head.weight]["exp_avg"].shape == (4, 8)
+        assert not differences(bits_of(model), before)
+    assert len(optimizer.state) == 0
 
 
 def test_rewinding_drops_gradients_from_before_and_restoring_returns_them():
@@ -462,6 +534,33 @@ def test_nothing_stays_in_memory_or_on_disk(tmp_path, monkeypatch):
         gc.enable()
 
 
+def test_a_state_that_is_over_holds_nothing():
+    """Who still has the object keeps neither the model nor its memory."""
+    model = nn.Linear(3, 3)
+    model.cache = [torch.ones(3)]
+    with remember(model) as state:
+        state.rewind()
+    references = [weakref.ref(model.weight.untyped_storage()), weakref.ref(model.cache[0].untyped_storage())]
+    del model
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+    assert isinstance(state, TrainingState)
+
+
+def test_the_file_goes_even_if_restoring_fails(tmp_path, monkeypatch):
+    """An error on the way back is said, and the temporary files are removed all the same."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = nn.Linear(3, 3)
+    model.kept = [1]
+    with pytest.raises(RuntimeError, match="frozen"), remember(model, host_bytes=0):
+
+        def refuse(state):
+            raise RuntimeError("frozen")
+
+        monkeypatch.setattr(torch, "set_rng_state", refuse)
+    assert list(tmp_path.iterdir()) == []
+
+
 class Proxy:
     """Passes every question on, and is not connected."""
 
@@ -504,3 +603,15 @@ def test_an_optimizer_behind_something_that_delegates_is_put_back():
         model.weight.sum().backward()
         adam.step()
     assert not adam.state
+
+
+@pytest.mark.parametrize("name", [None, property(lambda _: "mine")], ids=["none", "a property"])
+def test_a_class_without_the_name_of_a_module_is_passed_over(name):
+    """What the step can reach is walked, whatever it is."""
+    model = nn.Linear(3, 3)
+    model.odd = type("Odd", (), {"__module__": name})()
+    with remember(model):
+        model.weight.data.zero_()
+    assert model.weight.any()
+    step = partial(lambda odd, model, batch: model(batch).square().mean(), model.odd)
+    assert autobatch.fit(model, 4, batch=torch.randn(4, 3), step=step, check=None).target_batch == 4

@@ -1,4 +1,6 @@
-"""Buffers and generators that a failed attempt has changed come back by value."""
+"""What a failed attempt may have changed besides gradients: buffers and generators, back by value."""
+
+from __future__ import annotations
 
 import random
 
@@ -29,8 +31,17 @@ def test_a_forward_pass_is_undone():
         assert not differences(bits_of(model), before)
 
 
+def test_the_same_dropout_comes_again():
+    """The repeated pass is bitwise the first one."""
+    model, (inputs, _) = Everything(), make_batch(6)
+    undo = Undo(model, CPU)
+    first = model(inputs)
+    undo.restore()
+    assert torch.equal(model(inputs), first)
+
+
 def test_buffers_keep_their_identity():
-    """A replaced buffer is put back as the same object with its old value; None stays None."""
+    """One that was replaced is put back as the object it was, with its old value; what was None is None."""
     model = nn.Module()
     model.register_buffer("state", torch.zeros(3))
     model.register_buffer("mask", None)
@@ -105,6 +116,16 @@ def test_an_overlapping_buffer_is_left_alone():
     assert model.positions is kept
 
 
+def test_restoring_does_not_enter_a_graph():
+    """It happens between forward passes, where gradients are recorded."""
+    model = nn.Module()
+    model.register_buffer("state", torch.zeros(3))
+    undo = Undo(model, CPU)
+    undo.restore()
+    assert model.state.is_leaf
+    assert not model.state.requires_grad
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -131,3 +152,13 @@ def test_a_buffer_whose_memory_was_replaced_points_to_its_own_again(change, shap
     assert not differences(bits_of(model), before)
     assert kept.stride() == torch.empty(shape).stride()
     assert kept.untyped_storage()._cdata == storage
+
+
+def test_an_overlapping_buffer_whose_memory_was_replaced_comes_back():
+    """It is not copied, yet it can be pointed elsewhere."""
+    model = nn.Module()
+    model.register_buffer("positions", torch.arange(4).expand(3, 4))
+    undo = Undo(model, CPU)
+    model.positions.data = torch.arange(8).expand(3, 8)
+    undo.restore()
+    assert model.positions.tolist() == [[0, 1, 2, 3]] * 3

@@ -69,6 +69,8 @@ class InSlots(torch.Tensor):
 
 
 class InAttribute(InSlots):
+    """The same in an attribute."""
+
     def __init__(self, held: torch.Tensor, requires_grad: bool = False) -> None:
         self.there = held
 
@@ -80,6 +82,7 @@ def scaled(kind: type) -> torch.Tensor:
 
 
 def in_slots(kind: type) -> torch.Tensor:
+    """The same of plain numbers."""
     return kind(torch.randn(6, 5, generator=torch.Generator().manual_seed(4)))
 
 
@@ -101,6 +104,7 @@ class Lora(nn.Module):
 
 
 def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A mean over samples."""
     return model(batch).square().mean()
 
 
@@ -114,6 +118,7 @@ BATCH = torch.randn(12, 5, generator=torch.Generator().manual_seed(2))
 
 
 def read(weight: Any) -> torch.Tensor:
+    """Its values."""
     return (weight.held if isinstance(weight, InSlots) else weight.values_).clone()
 
 
@@ -186,7 +191,7 @@ def test_a_trained_one_is_put_back_or_refused_by_name(kind: type, call: str) -> 
 @pytest.mark.predicts
 @pytest.mark.parametrize("place", ["parameter", "buffer"])
 def test_a_frozen_one_is_predicted_as_a_plain_tensor_of_its_shape(place: str) -> None:
-    """A trace knows nothing of another class's memory; one that flattens is named."""
+    """Of another class's memory a trace knows nothing; one that flattens is named."""
     options = {"batch": BATCH, "step": square, "gpu": "L4", "target_batch": 12}
     found, plain = (autobatch.predict(Lora(w, place), **options) for w in (scaled(Scaled), torch.zeros(6, 5)))
     assert found.plan.peak_bytes == plain.plan.peak_bytes
