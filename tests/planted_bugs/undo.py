@@ -101,7 +101,7 @@ def fit_trains_the_model(real, self):
 
 @bug(
     "autobatch.training.update.forget_state",
-    "tests/training/test_runner.py::test_an_update_without_room_is_undone_before_it_begins",
+    "tests/training/test_update.py::test_what_was_prepared_can_be_cancelled",
 )
 def state_for_an_undone_update_stays(real, optimizer, parameters):
     """An update that was undone leaves optimizer state for parameters that had none."""
