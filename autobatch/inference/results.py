@@ -64,7 +64,8 @@ class Joined:
             _refuse_without_rows(leaf, path)
         is_whole = isinstance(indices, range) and len(indices) == self.samples
         if self._columns is _NOTHING:
-            self._columns = result if is_whole else _map(result, lambda leaf: _make_column(leaf, self.samples))
+            # Also of one piece in new containers: fn may fill its own again in the next call of map().
+            self._columns = _map(result, lambda leaf: leaf if is_whole else _make_column(leaf, self.samples))
         if not is_whole:
             _write(self._columns, indices, result)
         self.done.extend(indices)

@@ -57,8 +57,9 @@ def are_equal(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(are_equal, one, other))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one.to(other.device), other)
+    if is_array(one) and is_array(other):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and (one == other).all())
     try:
-        same: Any = type(one) is type(other) and (one is other or one == other)
-        return bool(same.all() if is_array(same) else same)
+        return bool(type(one) is type(other) and (one is other or one == other))
     except (TypeError, ValueError, RuntimeError):  # objects that compare the arrays in them value by value
         return False

@@ -65,7 +65,12 @@ def _refuse(owners: Iterable[Owner], parameters: Iterable[torch.Tensor], refused
             hook = parameter.register_post_accumulate_grad_hook(partial(refuse, _BACKWARD))
             stack.callback(hook.remove)
     for owner, message in owners:
-        _replace(owner, "step", partial(refuse, message), stack)
+        # A hook sees calls of a method that the step has looked up before. Wrappers of accelerate and Lightning derive
+        # from Optimizer without its __init__, and call no hooks.
+        if isinstance(owner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in own_table(owner):
+            stack.callback(owner.register_step_pre_hook(partial(refuse, message)).remove)
+        else:
+            _replace(owner, "step", partial(refuse, message), stack)
         if message is _OPTIMIZER and callable(getattr(type(owner), "zero_grad", None)):
             # Only noted: a backward pass that follows gives a better message.
             _replace(owner, "zero_grad", partial(refused.append, _ZERO_GRAD), stack)

@@ -438,3 +438,17 @@ def test_results_go_where_they_are_asked_to(monkeypatch):
     result = run(lambda x: (x, ["a"] * len(x)), INPUTS, to="meta")
     assert result[0].device.type == "meta"
     assert result[1] == ["a"] * SAMPLES
+
+
+@pytest.mark.parametrize("samples", [1, 6])
+def test_results_stay_when_the_function_fills_its_own_dict_again(samples):
+    """One piece or several: what ``map`` has returned is the user's, and no later call changes it."""
+    own = {}
+
+    def fill(piece):
+        own["doubled"] = piece * 2
+        return own
+
+    first = run(fill, torch.ones(samples, 2))
+    run(fill, torch.zeros(samples, 2))
+    assert torch.equal(first["doubled"], torch.full((samples, 2), 2.0))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.batch.samples import describe
+from autobatch.integrations.attributes import are_equal
 from autobatch.integrations.transformers.cuts import (
     IGNORED,
     CollatedSamples,
     Rows,
+    SampleKeeper,
     TrimmedRows,
+    take_samples,
 )
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -107,3 +113,27 @@ def test_samples_are_collated_when_their_turn_comes():
     assert cut.inputs_of(layout.take(range(3))) == whole
     part = cut.inputs_of(layout.take(range(2, 3)))
     assert part["input_ids"].tolist() == [samples[2]]
+
+
+def test_a_worker_process_sends_a_batch_though_nothing_can_send_its_collate_function():
+    """A lambda or a closure is collate function in a forked worker; what is sent has the samples alone."""
+    samples = texts_of([3, 5])
+    batch = pickle.loads(pickle.dumps(SampleKeeper(lambda texts: {**collate(texts)})(samples)))
+    assert take_samples(batch) == samples
+    assert are_equal(batch, collate(samples))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.array([0]), np.array([0, 0])),
+        (np.array([]), np.array([1.0])),
+        (np.ones(2, np.float32), np.ones(2)),
+        ([np.ones(1)], [np.ones(3)]),
+        (torch.ones(1), torch.ones(2)),
+    ],
+)
+def test_arrays_of_other_shapes_or_dtypes_are_not_equal(one, other):
+    """NumPy's own comparison repeats the smaller one."""
+    assert not are_equal(one, other)
+    assert are_equal(one, one)

@@ -273,6 +273,21 @@ def test_an_optimizer_that_is_none_of_torchs_is_refused_as_well(loop, use):
     assert "step" not in vars(training.optimizer)
 
 
+@pytest.mark.parametrize("use", ["fit", "verify", "Runner.step"])
+def test_an_update_that_was_looked_up_before_is_refused_as_well(use):
+    """A step that holds ``optimizer.step`` itself, as ``torch.compile(optimizer.step)`` does, moves nothing either."""
+    training, batch = Training(), make_batch(8)
+    update, before = torch.optim.AdamW.step.__get__(training.optimizer), training.bits()
+
+    def step(model, part):
+        update()
+        return mean_step(model, part)
+
+    with pytest.raises(InvalidArgument, match=r"the step calls optimizer\.step\(\)"):
+        USES[use](training, step, batch)
+    assert differences(training.bits(), before) == []
+
+
 class Task:
     """A step that is a method of the object that holds all else."""
 
@@ -560,7 +575,7 @@ def test_gradients_that_the_step_sets_to_none_are_seen(use):
         model.zero_grad()
         return mean_step(model, part)
 
-    with pytest.raises(InvalidArgument, match=r"leave backward\(\) and zero_grad\(\) to the Runner"):
+    with pytest.raises(InvalidArgument, match=r"leave backward\(\) and zero_grad\(\) to autobatch"):
         USES[use](training, step, make_batch(8))
 
 

@@ -31,6 +31,13 @@ _KEY = "autobatch_samples"
 _MOST_COLLATED = 64  # samples of the largest batch: a larger micro-batch repeats them
 
 
+class _Kept:
+    """Samples in a batch, in an object that no library moves, pads or divides; a worker process can send it."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self.samples = samples
+
+
 class SampleKeeper:
     """A collate function that leaves its samples in the batch, for ``take_samples``."""
 
@@ -42,7 +49,7 @@ class SampleKeeper:
         kept = copy_samples(samples)
         batch = self.collate(samples)
         if isinstance(batch, MutableMapping):
-            batch[_KEY] = Collated(kept, self.collate)  # an object that no library moves, pads or divides
+            batch[_KEY] = _Kept(kept)
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -59,7 +66,7 @@ def copy_samples(samples: Sequence[Any]) -> list[Any]:
 def take_samples(inputs: Any) -> Sequence[Any] | None:
     """Take the samples out of a batch; what is left is what the Trainer's own collate function made."""
     kept = inputs.pop(_KEY, None) if isinstance(inputs, MutableMapping) else None
-    return kept.samples if isinstance(kept, Collated) else None
+    return kept.samples if isinstance(kept, _Kept) else None
 
 
 def count_rows(inputs: Any) -> int | None:
