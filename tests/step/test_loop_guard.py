@@ -560,7 +560,7 @@ def test_gradients_that_the_step_sets_to_none_are_seen(use):
         model.zero_grad()
         return mean_step(model, part)
 
-    with pytest.raises(InvalidArgument, match=r"leave backward\(\) and zero_grad\(\) to the Runner"):
+    with pytest.raises(InvalidArgument, match=r"leave backward\(\) and zero_grad\(\) to autobatch"):
         USES[use](training, step, make_batch(8))
 
 
