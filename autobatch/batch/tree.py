@@ -53,25 +53,28 @@ def take_apart(batch: Any, lists: Mapping[str, ListReading]) -> tuple[list[Leaf]
     """
     leaves: list[Leaf] = []
     order: list[Container | None] = []
-
-    def visit(node: Any, path: str) -> None:
-        kind: Any = "shared"
-        if type(node) not in BUILT_IN and find_type(node) is not None:
-            kind = "registered"
-        elif isinstance(node, torch.Tensor) or is_array(node):
-            kind = "rows" if node.ndim else "shared"
-        elif is_sequence(node) and (reading := _read_list(node, lists.get(path, "open"))) != "fields":
-            kind = reading
-        elif (fields := fields_of(node)) is not None:
-            for suffix, child in fields:
-                visit(child, f"{path}{suffix}")
-            order.append((node, len(fields)))
-            return
-        leaves.append(Leaf(path, node, kind))
-        order.append(None)
-
-    visit(batch, ROOT)
+    _visit(batch, ROOT, lists, leaves, order)
     return leaves, order
+
+
+def _visit(
+    node: Any, path: str, lists: Mapping[str, ListReading], leaves: list[Leaf], order: list[Container | None]
+) -> None:
+    # A function of the module: one inside ``take_apart`` would refer to itself, and hold each batch until a collection.
+    kind: Any = "shared"
+    if type(node) not in BUILT_IN and find_type(node) is not None:
+        kind = "registered"
+    elif isinstance(node, torch.Tensor) or is_array(node):
+        kind = "rows" if node.ndim else "shared"
+    elif is_sequence(node) and (reading := _read_list(node, lists.get(path, "open"))) != "fields":
+        kind = reading
+    elif (fields := fields_of(node)) is not None:
+        for suffix, child in fields:
+            _visit(child, f"{path}{suffix}", lists, leaves, order)
+        order.append((node, len(fields)))
+        return
+    leaves.append(Leaf(path, node, kind))
+    order.append(None)
 
 
 def _read_list(node: Any, known: str) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autobatch
+from autobatch.testing import oom_at
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -91,6 +92,41 @@ def test_the_plans_size_runs_in_every_step(hold):
     assert max(result.peak_bytes for result in results) <= plan.peak_bytes
 
 
+def test_activations_that_a_hook_collects_count_as_well():
+    """They are in a dict outside the model; fit leaves it as it is, with those of the last trial in it."""
+    model, collected = Holds(lambda _: None), {}
+    model.body.register_forward_hook(lambda _module, _inputs, output: collected.update(hidden=output))
+    plan, runner = make_runner(model, 12 * MIB)
+    assert 1 < plan.accumulation_steps < 20
+    results = [runner.step(make_batch()) for _ in range(5)]
+    assert [result.micro_batch_sizes for result in results] == [plan.micro_batch_sizes] * 5
+    assert max(result.peak_bytes for result in results) <= plan.peak_bytes + 1024  # the sum of the losses
+
+
+class Wide(nn.Module):
+    """Much to update and little to hold: the optimizer's step is the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.held = nn.Linear(32, 512), nn.Linear(512, 4), None
+        self.table = nn.Parameter(torch.zeros(4, 200_000))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.held = self.body(inputs)
+        return self.head(F.relu(self.held)) + self.table.sum(1)
+
+
+def test_the_update_has_as_much_as_in_the_trials():
+    """Where the optimizer's step is the peak, what the model holds of two steps is not counted against it."""
+    model = Wide()
+    plan, _ = make_runner(model, 2**30, max_micro_batch=64)
+    assert plan.peak_bytes == max(trial.optimizer_peak for trial in plan.trials)
+    held = 64 * 512 * 4
+    plan, runner = make_runner(model, plan.peak_bytes + held // 2, max_micro_batch=64, headroom=0)
+    assert plan.micro_batch_size == 64
+    assert [runner.step(make_batch()).micro_batch_sizes for _ in range(3)] == [plan.micro_batch_sizes] * 3
+
+
 @BY_HOLDER
 @pytest.mark.parametrize("update", [True, False], ids=["step", "accumulate"])
 def test_an_activation_dies_when_the_model_has_let_go_of_it(hold, update):
@@ -122,3 +158,27 @@ def test_the_optimizers_step_has_none_of_the_step_before_beside_it():
     runner.step(make_batch())
     assert not any(alive[0][:before])
     assert alive[0][-1]
+
+
+def test_an_activation_of_the_step_before_is_put_back():
+    """Where the step cannot be done, the model holds what it held; and after a retry the last micro-batch's."""
+    model = Holds(HOLD["attribute"])
+    _, runner = make_runner(model, 12 * MIB)
+    runner.step(make_batch())
+    held, value = model.held, model.held.detach().clone()
+
+    def fail(model, batch):
+        step(model, batch)
+        raise ValueError("planned")
+
+    runner._workload.__dict__["step"] = fail
+    with pytest.raises(ValueError, match="planned"):
+        runner.step(make_batch())
+    assert model.held is held
+    assert torch.equal(model.held, value)
+    runner._workload.__dict__["step"] = step
+    batch = make_batch()
+    with oom_at(20):
+        result = runner.step(batch)
+    assert result.retries == 1
+    assert len(model.held) == result.micro_batch_sizes[-1]

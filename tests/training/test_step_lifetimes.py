@@ -162,3 +162,27 @@ def test_earlier_gradients_are_gone_when_the_optimizer_steps():
     runner.step(batch)
     assert alive == [False] * len(earlier)
     assert earlier
+
+
+@pytest.mark.parametrize("make", [lambda: make_batch(8), lambda: {"both": [*make_batch(8)]}], ids=["tuple", "nested"])
+def test_a_batch_is_freed_with_the_last_name_that_the_loop_has_for_it(make):
+    """Only reference counts free it: a cycle would hold the batches of many steps in the device's memory."""
+
+    def step(model, batch):
+        return mean_step(model, batch["both"] if isinstance(batch, dict) else batch)
+
+    model = nn.Linear(6, 4)
+    plan = autobatch.fit(model, 8, batch=make(), step=step, max_micro_batch=4, check=None)
+    runner = autobatch.Runner(plan, model, step, torch.optim.SGD(model.parameters(), lr=0.1))
+    gc.collect()
+    gc.disable()
+    try:
+        references = []
+        for _ in range(4):
+            batch = make()
+            references += [weakref.ref(tensor) for tensor in (batch["both"] if isinstance(batch, dict) else batch)]
+            runner.step(batch)
+            del batch
+        assert not [reference for reference in references if reference() is not None]
+    finally:
+        gc.enable()
