@@ -55,7 +55,8 @@ def put_storage(memory: torch.Tensor, value: torch.Tensor) -> None:
     storage = memory.untyped_storage()
     if storage.nbytes() != value.nbytes:  # resize_ was called on it
         storage.resize_(value.nbytes)
-    memory.copy_(value)
+    with torch.inference_mode(mode=memory.is_inference()):  # torch writes into such a view nowhere else
+        memory.copy_(value)
 
 
 class WriteRecorder(DispatchMode):

@@ -95,6 +95,12 @@ def write_inference(model):
         model.cache.add_(1)
 
 
+def write_under_inference(model):
+    """Into a frozen parameter, as an average of weights is updated."""
+    with torch.inference_mode():
+        model.frozen.weight.add_(1)
+
+
 def make_inference(model):
     """Registers one."""
     with torch.inference_mode():
@@ -114,6 +120,7 @@ CORNERS = {
     "written, then assigned": (lambda m: None, write_then_assign, lambda m: m.frozen.weight.tolist()),
     "attribute of a tensor": (lambda m: None, mark, lambda m: getattr(m.layer.weight, "calls", 0)),
     "array with NaN": (with_array(NANS), add_to_array, lambda m: m.array.tobytes()),
+    "written under inference": (lambda m: None, write_under_inference, lambda m: m.frozen.weight.tolist()),
     "inference buffer": (make_inference, write_inference, lambda m: m.cache.tolist()),
     "more than 1,000 entries": (fill, lambda m: m.many.append(len(m.many)), lambda m: len(m.many)),
 }  # fmt: skip
