@@ -174,8 +174,6 @@ class _FreeMemory:
 
         The trials measured it. If the optimizer trains more parameters now, it needs more in proportion.
         """
-        if not self.is_counted:
-            return
         trained, planned = self.workload.count_trained(), self.plan.trained
         has_grown = 0 < planned < trained
         if has_grown and not self._has_warned:
@@ -186,7 +184,7 @@ class _FreeMemory:
                 trained,
                 planned,
             )
-        if not self.device.measures or not any(one.optimizer_peak for one in self.plan.trials):
+        if not self.is_counted or not self.device.measures or not any(one.optimizer_peak for one in self.plan.trials):
             return
         growth = trained / planned if has_grown else 1.0
         need = int(self._of_update * growth) - self._gradient_bytes() + self._missing_state(growth)

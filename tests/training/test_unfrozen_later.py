@@ -119,6 +119,23 @@ def test_an_update_that_fits_is_made(change: str, optimizer: str, caplog: pytest
     torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_step_that_is_not_counted_says_that_the_training_has_grown(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a CPU's default budget the first two steps are counted alone; later the plan may be too old as well."""
+    torch.manual_seed(0)
+    model = Staged()
+    held = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (INPUT[:8], TARGET[:8])
+    plan = autobatch.fit(model, 8, batch=batch, step=cross_entropy, optimizer=held, check=None)
+    runner = autobatch.Runner(plan, model, cross_entropy, held)
+    for _ in range(3):
+        runner.step(batch)
+    unfreeze(model, held)
+    with caplog.at_level(logging.WARNING, "autobatch"):
+        for _ in range(2):
+            runner.step(batch)
+    assert sum("when the plan was made" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_a_larger_state_that_is_loaded_is_refused_before_the_update() -> None:
     """Four tensors a parameter where the trials had two."""
     model, held, plan = make("held ones are unfrozen", "AdamW", "1.2MiB")
