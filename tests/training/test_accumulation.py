@@ -178,6 +178,16 @@ def test_any_other_error_comes_out_unchanged_and_restores_everything(error):
     assert not differences(bits_of(model), before)
 
 
+def test_nothing_to_take_a_mean_over_is_nothing_done():
+    """A batch whose weights are all 0 has no mean: nothing happens, and earlier gradients stay."""
+    model = Everything()
+    mean_step(model, make_batch(5)).backward()
+    before = bits_of(model)
+    accumulation = retrying(Workload(model, token_step, count_tokens), CpuDevice(), halve)
+    assert accumulation.run([describe(make_tokens([0, 0, 0]))], 2) is None
+    assert not differences(bits_of(model), before)
+
+
 def test_a_weight_that_does_not_add_up_is_an_error():
     """``weigh`` must count: a mean of something changes when the batch is divided in another way."""
     model, batch = Plain(), make_batch(8, torch.float64)
@@ -385,3 +395,36 @@ def test_memory_that_ends_after_the_last_backward_pass_undoes_the_step(step):
             break
     assert not planned.raised
     assert undone >= 2
+
+
+def test_earlier_gradients_come_back_even_where_a_generator_does_not():
+    """One failure in putting back must not keep the rest from it."""
+    model = Plain()
+    model.head.weight.grad = earlier = torch.ones_like(model.head.weight)
+
+    def refuse(state):
+        raise RuntimeError("no way back")
+
+    # Undone before the test ends: pytest-randomly sets NumPy's state then too.
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="no way back"):
+
+        def step(model, part):
+            patch.setattr(np.random, "set_state", refuse)
+            raise ValueError("the user's own")
+
+        retrying(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)
+    assert model.head.weight.grad is earlier
+
+
+def test_an_error_inside_the_users_handling_of_an_oom_is_still_an_error():
+    """Whoever calls from an ``except OutOfMemoryError`` block has that OOM in every later error's context."""
+    model = Plain()
+
+    def step(model, part):
+        raise ValueError("shape bug")
+
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    except torch.OutOfMemoryError:
+        with pytest.raises(ValueError, match="shape bug"):
+            retrying(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)
