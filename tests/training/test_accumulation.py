@@ -178,16 +178,6 @@ def test_any_other_error_comes_out_unchanged_and_restores_everything(error):
     assert not differences(bits_of(model), before)
 
 
-def test_nothing_to_take_a_mean_over_is_nothing_done():
-    """A batch whose weights are all 0 has no mean: nothing happens, and earlier gradients stay."""
-    model = Everything()
-    mean_step(model, make_batch(5)).backward()
-    before = bits_of(model)
-    accumulation = retrying(Workload(model, token_step, count_tokens), CpuDevice(), halve)
-    assert accumulation.run([describe(make_tokens([0, 0, 0]))], 2) is None
-    assert not differences(bits_of(model), before)
-
-
 def test_a_weight_that_does_not_add_up_is_an_error():
     """``weigh`` must count: a mean of something changes when the batch is divided in another way."""
     model, batch = Plain(), make_batch(8, torch.float64)

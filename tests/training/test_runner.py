@@ -203,8 +203,9 @@ def test_thrash_in_two_steps_running_shrinks_the_next_one():
 
 
 def test_a_batch_with_nothing_to_count_is_skipped_and_said(caplog):
-    """No update, no scheduler step, no change: a result that says so and one warning."""
+    """No update, no scheduler step, no change, earlier gradients included: a result that says so and one warning."""
     model, optimizer, _ = make_runner(8, 4)
+    mean_step(model, make_batch(5, torch.float64)).backward()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
     plan = make_plan(model, 8, 4, optimizer=optimizer, dtype=torch.float64)
     runner = autobatch.Runner(plan, model, mean_step, optimizer, weigh=lambda batch: 0.0, scheduler=scheduler)
