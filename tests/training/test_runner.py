@@ -672,3 +672,30 @@ def test_the_target_is_never_changed_in_silence(caplog):
         result = runner.step(make_batch(37, torch.float64))
     assert result.retries == 3
     assert sum(result.micro_batch_sizes) == 37
+
+
+class Unspeakable(autobatch.AutobatchError):
+    """An error that cannot be printed."""
+
+    def __str__(self):
+        raise TypeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "reasons"),
+    [
+        (RuntimeError("a secret in the data"), ["RuntimeError"]),
+        (InvalidArgument("no room\nfor one"), ["InvalidArgument: no room"]),
+        (Unspeakable(), []),
+    ],
+    ids=["user", "ours", "unspeakable"],
+)
+def test_a_failed_step_is_reported_without_the_users_words_and_raises_its_error(error, reasons):
+    """Of the user's errors the type is reported; a report that fails takes no error's place."""
+    events = []
+    model, _, runner = make_runner(8, 4)
+    runner = autobatch.Runner(runner.plan, model, fail_with(error), None, hooks=[events.append])
+    with pytest.raises(type(error)) as caught:
+        runner.accumulate(make_batch(8, torch.float64))
+    assert caught.value is error
+    assert [event.reason for event in events if isinstance(event, StepFailed)] == reasons
