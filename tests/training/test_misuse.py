@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from plans import make_plan, make_rank_plans
 from sampling import sample
 from torch import nn
 from torch.optim import lr_scheduler
@@ -15,6 +16,7 @@ import autobatch
 from autobatch.events import BatchDiffers, SteppedTwice
 from autobatch.testing import FakeDevice, oom_at
 from autobatch.training.misuse import StepSizes
+from autobatch.training.step_events import StepEvents
 
 TARGET = 8
 
@@ -427,3 +429,12 @@ def test_a_scheduler_that_cannot_be_watched_is_stepped_all_the_same(plan, kind):
     for _ in range(2):
         training.runner.step(batch_of(8))
     assert not training.warnings(SteppedTwice)
+
+
+def test_a_share_of_another_size_is_reported_with_its_rank():
+    """Each of several ranks names itself; the plan of one process names none."""
+    events = []
+    for one in (*make_rank_plans((6, 6), 5), make_plan(12, 5)):
+        StepEvents(one, [events.append]).report_size(3, 4, can_run=True)
+    found = [(event.samples, event.planned, event.target_batch, event.rank, event.world_size) for event in events]
+    assert found == [(4, 6, 12, 0, 2), (4, 6, 12, 1, 2), (4, 12, 12, 0, 1)]

@@ -141,3 +141,15 @@ def test_what_was_frozen_since_is_not_reported(change: str, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING, "autobatch"):
         runner.step((INPUT, TARGET))
     assert not [record for record in caplog.records if "when the plan was made" in record.getMessage()]
+
+
+def test_a_plan_without_the_count_checks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A plan that was written by hand has none."""
+    model, held, plan = make("held ones are unfrozen", "AdamW", ENOUGH)
+    assert plan.trained > 0
+    kept = autobatch.Plan.model_validate({**plan.model_dump(), "trained": 0})
+    model.backbone.requires_grad_(True)
+    runner = autobatch.Runner(kept, model, cross_entropy, held)
+    with caplog.at_level(logging.WARNING, "autobatch"):
+        runner.step((INPUT, TARGET))
+    assert not [record for record in caplog.records if "trains" in record.getMessage()]
