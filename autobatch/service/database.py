@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
@@ -32,6 +33,10 @@ _LARGEST_GROUP = 200  # actions of one transaction
 _PATIENCE_S = 10.0  # of a request for its COMMIT
 _ROWS_AT_ONCE = 1000  # of a backup
 _MIGRATIONS = Path(__file__).parent / "migrations"
+_OTHER_TABLES = (
+    "the database has tables of another version of autobatch ({}): start the server of that version, or name a new "
+    "database"
+)
 
 
 class Busy(Exception):
@@ -69,6 +74,9 @@ class Database:
                 _migrate(engine)
             else:
                 engine.connect().close()
+        except AutobatchError:
+            engine.dispose()
+            raise
         except (SQLAlchemyError, OSError, TypeError, ValueError) as error:  # also settings that a driver does not know
             engine.dispose()
             raise AutobatchError(f"the database cannot be used: {_describe_start(error, engine)}") from error
@@ -223,9 +231,25 @@ def _migrate(engine: Engine) -> None:
         if engine.dialect.name == "postgresql":  # of several servers that start at once, one migrates
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(4217330961)")
         config.attributes["connection"] = connection
-        if inspect(connection).has_table("alembic_version"):
-            command.upgrade(config, "head")
-        else:
+        if not inspect(connection).has_table("alembic_version"):
             Base.metadata.create_all(connection)
             command.stamp(config, "head")
+        else:
+            try:
+                command.upgrade(config, "head")
+            except CommandError as error:  # a revision that this version does not know
+                raise AutobatchError(_OTHER_TABLES.format("their revision is unknown")) from error
+            if missing := _find_missing(connection):
+                raise AutobatchError(_OTHER_TABLES.format(f"{missing} is missing"))
         connection.commit()
+
+
+def _find_missing(connection: Connection) -> str:
+    """Return a column that the database lacks; an empty text if it has all."""
+    found = inspect(connection)
+    for table in Base.metadata.sorted_tables:
+        there = {column["name"] for column in found.get_columns(table.name)} if found.has_table(table.name) else set()
+        for column in table.columns:
+            if column.name not in there:
+                return f"{table.name}.{column.name}"
+    return ""

@@ -310,6 +310,16 @@ def test_forgetting_one_rank_forgets_all(tmp_path, store, what):
     assert [path for path in (tmp_path / "home").rglob("*") if path.is_file()] == []
 
 
+def test_ranks_are_counted_as_one_plan(store, monkeypatch):
+    """The newest plans are kept with all their ranks."""
+    monkeypatch.setattr(store_module, "_MOST_PLANS", 2)
+    for name in "xyz":
+        for plan in make_ranks():
+            ranks = [one.model_copy(update={"plan_id": f"{name}{one.rank}"}) for one in plan.ranks]
+            store.add_plan(plan.model_copy(update={"id": f"{name}{plan.rank}", "ranks": tuple(ranks)}))
+    assert [names(store.plans_like("f1", rank)) for rank in range(3)] == [[f"z{rank}", f"y{rank}"] for rank in range(3)]
+
+
 WRITE_MANY = """
 import sys
 from pathlib import Path

@@ -57,6 +57,23 @@ def test_tables_are_made_and_migrated(database_url, tmp_path, monkeypatch):
         database.close()
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("ALTER TABLE runs DROP COLUMN ranks", "runs.ranks is missing"),
+        ("DROP TABLE forgotten", "forgotten.kind is missing"),
+        ("UPDATE alembic_version SET version_num = '9999'", "their revision is unknown"),
+    ],
+)
+def test_tables_of_another_version_are_refused(database_url, change, said):
+    """Otherwise the server would start, and each request would fail."""
+    database = Database.open(database_url)
+    database.write(lambda connection: connection.execute(text(change)))
+    database.close()
+    with pytest.raises(AutobatchError, match=f"tables of another version of autobatch .{said}.: start the server"):
+        Database.open(database_url)
+
+
 def test_several_servers_may_start_at_once(database_url):
     """One of them migrates, the others wait."""
     program = "import sys; from autobatch.service.database import Database; Database.open(sys.argv[1]).close()"

@@ -385,3 +385,36 @@ def test_memory_that_ends_after_the_last_backward_pass_undoes_the_step(step):
             break
     assert not planned.raised
     assert undone >= 2
+
+
+def test_earlier_gradients_come_back_even_where_a_generator_does_not():
+    """One failure in putting back must not keep the rest from it."""
+    model = Plain()
+    model.head.weight.grad = earlier = torch.ones_like(model.head.weight)
+
+    def refuse(state):
+        raise RuntimeError("no way back")
+
+    # Undone before the test ends: pytest-randomly sets NumPy's state then too.
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="no way back"):
+
+        def step(model, part):
+            patch.setattr(np.random, "set_state", refuse)
+            raise ValueError("the user's own")
+
+        retrying(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)
+    assert model.head.weight.grad is earlier
+
+
+def test_an_error_inside_the_users_handling_of_an_oom_is_still_an_error():
+    """Whoever calls from an ``except OutOfMemoryError`` block has that OOM in every later error's context."""
+    model = Plain()
+
+    def step(model, part):
+        raise ValueError("shape bug")
+
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    except torch.OutOfMemoryError:
+        with pytest.raises(ValueError, match="shape bug"):
+            retrying(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import autobatch
 from autobatch.memory.cpu import CpuDevice
+from autobatch.testing import FakeDevice
 
 SAMPLES, SIZE, WIDTH = 512, 128, 32
 
@@ -128,6 +129,23 @@ def test_the_peak_is_each_steps_own():
     grown = run.run()
     run.model.extra = 0
     assert run.run().peak_bytes < grown.peak_bytes
+
+
+@pytest.mark.parametrize("budget", [None, 900])
+def test_where_the_limit_costs_nothing_each_step_has_it(budget):
+    """A device that enforces by itself, as CUDA's allocator does, is asked to in every step."""
+    device = FakeDevice(lambda samples: 100 + samples, 1000)
+    model = nn.Linear(WIDTH, 1, dtype=torch.float64)
+
+    def loss_of(model, batch):
+        return model(batch[0]).square().mean()
+
+    plan = autobatch.fit(model, SAMPLES, batch=make_batch(), step=loss_of, device=device, budget=budget, headroom=0)
+    runner, entered, limit = autobatch.Runner(plan, model, loss_of, None, device=device), [], device.limit
+    device.limit = lambda budget: entered.append(budget) or limit(budget)
+    for _ in range(5):
+        runner.accumulate(make_batch())
+    assert len(entered) == 5
 
 
 def test_data_dependent_growth_is_met_in_its_own_step(caplog):

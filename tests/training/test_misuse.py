@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from plans import make_plan, make_rank_plans
 from sampling import sample
 from torch import nn
 from torch.optim import lr_scheduler
@@ -14,6 +15,8 @@ from workloads import Plain, make_batch, mean_step
 import autobatch
 from autobatch.events import BatchDiffers, SteppedTwice
 from autobatch.testing import FakeDevice, oom_at
+from autobatch.training.misuse import StepSizes
+from autobatch.training.step_events import StepEvents
 
 TARGET = 8
 
@@ -157,6 +160,17 @@ def test_a_step_that_was_undone_does_not_count(plan):
     assert not training.warnings(BatchDiffers)
 
 
+def test_a_step_without_samples_is_no_accident():
+    """A rank whose loader has ended runs such steps until the others are done."""
+    sizes = StepSizes(8)
+    sizes.last = 8
+    assert not sizes.surprise(0)
+    assert not sizes.surprise(5)
+    sizes.last = 5
+    assert not sizes.surprise(0)
+    assert sizes.surprise(5)
+
+
 @pytest.mark.parametrize("adapter", sample(["Trainer", "Lightning"], 2))
 def test_a_frameworks_loop_is_not_warned_of(plan, adapter):
     """Its sizes and schedules are the framework's: an adapter says at its start what cannot be reached."""
@@ -210,6 +224,27 @@ def test_a_scheduler_that_the_loop_steps_too_is_named_once(plan, name, times):
     assert name in str(event)
     assert "remove scheduler.step() from the loop" in str(event)
     assert event.step == 1
+
+
+def test_one_of_several_schedulers_is_named(plan):
+    """Not the others."""
+    training = Training(plan, optimizer=torch.optim.SGD)
+    second = lr_scheduler.ExponentialLR(training.optimizer, 0.9)
+    both = [lr_scheduler.StepLR(training.optimizer, 3), second]
+    watched = autobatch.Runner(
+        plan,
+        training.model,
+        mean_step,
+        training.optimizer,
+        scheduler=both,
+        device=make_device(),
+        hooks=[training.events.append],
+    )
+    watched.step(batch_of(8))
+    second.step()
+    watched.step(batch_of(8))
+    [event] = training.warnings(SteppedTwice)
+    assert event.names == ("ExponentialLR",)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop])
@@ -351,3 +386,55 @@ def test_what_a_loop_may_do_is_not_warned_of(plan, between):
     between(training, plan)
     training.runner.step(batch_of(8))
     assert not training.warnings(SteppedTwice)
+
+
+class Slotted:
+    """A scheduler that shows nothing, and cannot be referred to weakly."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, _):
+        self.steps = 0
+
+    def step(self):
+        self.steps += 1
+
+
+class Unhashable(lr_scheduler.StepLR):
+    """It is equal by what it holds."""
+
+    __hash__ = None
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, 1)
+
+
+class Answering:
+    """It has every attribute that it is asked for, and none of them is a number."""
+
+    def __init__(self, _):
+        self.steps = 0
+
+    def __getattr__(self, name):
+        return object()
+
+    def step(self):
+        self.steps += 1
+
+
+@pytest.mark.parametrize("kind", [Slotted, Unhashable, Answering])
+def test_a_scheduler_that_cannot_be_watched_is_stepped_all_the_same(plan, kind):
+    """Once a step, without an error."""
+    training = Training(plan, scheduler=kind)
+    for _ in range(2):
+        training.runner.step(batch_of(8))
+    assert not training.warnings(SteppedTwice)
+
+
+def test_a_share_of_another_size_is_reported_with_its_rank():
+    """Each of several ranks names itself; the plan of one process names none."""
+    events = []
+    for one in (*make_rank_plans((6, 6), 5), make_plan(12, 5)):
+        StepEvents(one, [events.append]).report_size(3, 4, can_run=True)
+    found = [(event.samples, event.planned, event.target_batch, event.rank, event.world_size) for event in events]
+    assert found == [(4, 6, 12, 0, 2), (4, 6, 12, 1, 2), (4, 12, 12, 0, 1)]

@@ -70,6 +70,18 @@ def test_state_is_made_for_what_has_a_gradient_and_forgotten_again(name):
     assert len(optimizer.state) == 0
 
 
+def test_state_is_made_for_a_parameter_that_has_taken_another_ones_entry():
+    """As many entries as parameters, of which one belongs to a parameter that the optimizer no longer holds."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters)
+    sum(parameter.sum() for parameter in parameters).backward()
+    make_state(optimizer)
+    new = nn.Parameter(torch.ones(2))
+    optimizer.param_groups[0]["params"][1] = new
+    new.sum().backward()
+    assert [id(parameter) for parameter in make_state(optimizer)] == [id(new)]
+
+
 def test_memory_that_ends_over_it_leaves_no_half_made_entry():
     """A half-made entry would be a KeyError in the next step."""
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]

@@ -203,8 +203,9 @@ def test_thrash_in_two_steps_running_shrinks_the_next_one():
 
 
 def test_a_batch_with_nothing_to_count_is_skipped_and_said(caplog):
-    """No update, no scheduler step, no change: a result that says so and one warning."""
+    """No update, no scheduler step, no change, earlier gradients included: a result that says so and one warning."""
     model, optimizer, _ = make_runner(8, 4)
+    mean_step(model, make_batch(5, torch.float64)).backward()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
     plan = make_plan(model, 8, 4, optimizer=optimizer, dtype=torch.float64)
     runner = autobatch.Runner(plan, model, mean_step, optimizer, weigh=lambda batch: 0.0, scheduler=scheduler)
@@ -671,3 +672,30 @@ def test_the_target_is_never_changed_in_silence(caplog):
         result = runner.step(make_batch(37, torch.float64))
     assert result.retries == 3
     assert sum(result.micro_batch_sizes) == 37
+
+
+class Unspeakable(autobatch.AutobatchError):
+    """An error that cannot be printed."""
+
+    def __str__(self):
+        raise TypeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "reasons"),
+    [
+        (RuntimeError("a secret in the data"), ["RuntimeError"]),
+        (InvalidArgument("no room\nfor one"), ["InvalidArgument: no room"]),
+        (Unspeakable(), []),
+    ],
+    ids=["user", "ours", "unspeakable"],
+)
+def test_a_failed_step_is_reported_without_the_users_words_and_raises_its_error(error, reasons):
+    """Of the user's errors the type is reported; a report that fails takes no error's place."""
+    events = []
+    model, _, runner = make_runner(8, 4)
+    runner = autobatch.Runner(runner.plan, model, fail_with(error), None, hooks=[events.append])
+    with pytest.raises(type(error)) as caught:
+        runner.accumulate(make_batch(8, torch.float64))
+    assert caught.value is error
+    assert [event.reason for event in events if isinstance(event, StepFailed)] == reasons

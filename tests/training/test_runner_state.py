@@ -207,6 +207,19 @@ def test_what_is_no_state_of_this_plan_is_refused(change, message):
     assert runner.state_dict() == before
 
 
+@pytest.mark.parametrize("name", ["steps", "size", "ceiling", "batch_lists"])
+def test_a_state_without_a_field_is_refused_or_takes_its_default(name):
+    """What decides sizes has none."""
+    runner = Training().runner
+    state = runner.state_dict()
+    del state[name]
+    if name == "ceiling":
+        runner.load_state_dict(state)
+    else:
+        with pytest.raises(InvalidArgument, match=f"{name}: Field required"):
+            runner.load_state_dict(state)
+
+
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda take: take.__name__)
 def test_a_runner_is_not_copied(take):
     """A copy would shrink with the original, and not without it."""

@@ -179,6 +179,14 @@ def test_a_resumed_run_is_the_undisturbed_one(short_at):
         assert Resumable(first.save(), sizes=False).run(range(3, 6), short_at) != expected[3:]
 
 
+def test_without_lengths_results_say_nothing_of_rows():
+    """Samples come in their own order."""
+    model = Reader()
+    plan = autobatch.fit(model, 12, batch=make_texts(), step=read_step, weigh=count_tokens, max_micro_batch=4)
+    runner = autobatch.Runner(plan, model, read_step, torch.optim.SGD(model.parameters()), weigh=count_tokens)
+    assert runner.step(make_texts()).samples == ()
+
+
 def test_samples_in_lists_are_sorted_and_cut():
     """Nothing is trimmed: each has its own length."""
     model = Reader()

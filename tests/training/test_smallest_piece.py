@@ -275,6 +275,14 @@ def test_no_piece_is_larger_than_max_micro_batch(model, knows, count):
     assert runner.step(samples(8)).micro_batch_sizes == (2, 2, 2, 2)
 
 
+@pytest.mark.parametrize("count", [3, 5, 9])
+def test_a_bound_that_nobody_asked_for_refuses_no_batch(count):
+    """A plan for two samples never tried three; a later odd batch runs all the same."""
+    model = REFUSING["BatchNorm1d"]()
+    sizes = make_runner(model, fit(model, 2)).step(samples(count)).micro_batch_sizes
+    assert (sum(sizes), min(sizes)) == (count, 3 if count in (3, 9) else 2)
+
+
 @pytest.mark.predicts
 @pytest.mark.parametrize("name", sample(REFUSING, 4))
 def test_a_prediction_finds_the_smallest_piece_as_fit_does(name):

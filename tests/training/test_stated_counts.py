@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from workloads import bits_of, differences, full_batch_gradient, gradients_of, relative_error
 
 import autobatch
+from autobatch.batch.samples import describe
 from autobatch.errors import InvalidArgument
-from autobatch.training.stated_counts import StatedCounts
+from autobatch.training.stated_counts import StatedCounts, find_doubtful, read_stated
 
 EMPTY = [0, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 1, 0, 0, 0, 0]
 """Boxes of each image: the last four have none."""
@@ -243,6 +244,31 @@ def test_a_count_that_is_drawn_at_random_is_not_refused(name):
         runner._workload.model.zero_grad()
 
 
+@pytest.mark.parametrize("name", KEPT_FROM_0)
+def test_a_step_of_one_micro_batch_adds_up_nothing(name):
+    """It is exact with any count: nothing is split, and nothing is run again."""
+    step, make = KEPT_FROM_0[name]
+    calls = []
+
+    def watched(model, batch):
+        calls.append(batch)
+        return step(model, batch)
+
+    runner = make_runner(watched, make(FULL), 16)
+    for count in range(1, 5):
+        del calls[:]
+        assert runner.step(make([0] * 16 if count == 2 else EMPTY)).micro_batch_sizes == (16,)
+        assert len(calls) == 1
+
+
+def test_a_smaller_neighbour_is_counted_as_it_was_cut():
+    """One sample, which has no halves, beside two."""
+    step, make = KEPT_FROM_0["plus 1"]
+    runner = make_runner(step, make(FULL), 2, check=None)
+    with pytest.raises(InvalidArgument, match="add up"):
+        runner.accumulate(make([*FULL[:14], 0]))
+
+
 @pytest.mark.parametrize("largest", sample([1, 3, 4], 3), ids="micro-batches of {}".format)
 @pytest.mark.parametrize("number", [1, 7.5, torch.tensor(16)], ids=str)
 @pytest.mark.parametrize("form", ["Mean", "Sum", "dict"])
@@ -335,6 +361,21 @@ def test_casts_of_a_comparison_are_not_kept():
             before = model.weight.detach().clone()
             runner.step(texts(FULL))
             assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(("zero", "count", "warns"), [(False, 1, False), (True, 1, True), (True, 1 / 8, False)])
+def test_among_several_ranks_a_loss_of_0_that_counts_is_warned_of(zero, count, warns, caplog):
+    """The others wait for this one: it runs nothing again. A share of the step may have a loss of 0."""
+    counts = StatedCounts()
+    runner = make_runner(ADD_UP["tokens"][0], texts(FULL), 4)
+    progress = runner._accumulation.begin([describe(texts(FULL))], 4, runner._accumulation.record())
+    with caplog.at_level(logging.WARNING, "autobatch"):
+        for _ in range(2):
+            counts.begin()
+            loss = autobatch.Mean(torch.tensor(0.0 if zero else 0.5), count=count)
+            stated = [one for micro_batch in progress.micro_batches for one in read_stated(micro_batch, loss)]
+            counts.warn_of_zero_loss(find_doubtful(stated))
+    assert len(caplog.records) == warns
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["all of it", "one micro-batch"])

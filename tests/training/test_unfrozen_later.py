@@ -147,3 +147,26 @@ def test_a_larger_state_that_is_loaded_is_refused_before_the_update() -> None:
     with pytest.raises(autobatch.DoesNotFit):
         runner.step((INPUT, TARGET))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("change", ["held ones are unfrozen", "a group is added"])
+def test_what_was_frozen_since_is_not_reported(change: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Fewer trained parameters take less."""
+    model, held, plan = make(change, "AdamW", ENOUGH)
+    runner = autobatch.Runner(plan, model, cross_entropy, held)
+    model.head.bias.requires_grad_(False)
+    with caplog.at_level(logging.WARNING, "autobatch"):
+        runner.step((INPUT, TARGET))
+    assert not [record for record in caplog.records if "when the plan was made" in record.getMessage()]
+
+
+def test_a_plan_without_the_count_checks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A plan that was written by hand has none."""
+    model, held, plan = make("held ones are unfrozen", "AdamW", ENOUGH)
+    assert plan.trained > 0
+    kept = autobatch.Plan.model_validate({**plan.model_dump(), "trained": 0})
+    model.backbone.requires_grad_(True)
+    runner = autobatch.Runner(kept, model, cross_entropy, held)
+    with caplog.at_level(logging.WARNING, "autobatch"):
+        runner.step((INPUT, TARGET))
+    assert not [record for record in caplog.records if "trains" in record.getMessage()]
