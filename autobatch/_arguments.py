@@ -37,6 +37,8 @@ def read_bytes(value: Any) -> int | None:
 def parse_bytes(name: str, value: Any) -> int:
     """Return bytes from an int or a text; raise ``InvalidArgument`` for another value."""
     size = read_bytes(value)
+    if size is None and isinstance(value, int) and value > LARGEST:
+        raise InvalidArgument(f"{name}={show_value(value)} is more bytes than any device has: {SIZES}")
     if size is None:
         raise InvalidArgument(f"{name}={show_value(value)} is not a size: {SIZES}")
     return size

@@ -206,7 +206,8 @@ def _check_each_once(groups: Sequence[Sequence[int]], count: int) -> None:
     times = Counter(row for rows in groups for row in rows)
     wrong = next((row for row in range(count) if times[row] != 1), None)
     if wrong is not None:
+        given = f"gave sample {wrong} {plural(times[wrong], 'time')}" if times[wrong] else f"left out sample {wrong}"
         raise InvalidArgument(
-            f"cut() gave sample {wrong} {plural(times[wrong], 'time')}: each of the batch's {count} samples belongs to "
+            f"cut() {given}: each of the batch's {count} samples belongs to "
             f"one group, or the gradient would be that of another batch"
         )

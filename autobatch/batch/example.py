@@ -75,11 +75,12 @@ def find_example(
 def is_source(batch: Any) -> bool:
     """Return whether it is a ``Dataset`` or ``DataLoader`` to draw samples from, and no batch.
 
-    Other classes count as datasets if they have ``__getitems__``, as Hugging Face's ``datasets.Dataset`` does.
+    Other classes count as datasets if they have ``__getitems__``, as Hugging Face's ``datasets.Dataset`` does. Their
+    class is asked: a dict whose ``__getattr__`` answers every name is a batch.
     """
     if find_type(batch) is not None or isinstance(batch, type):
         return False
-    return isinstance(batch, Dataset | DataLoader) or hasattr(batch, "__getitems__")
+    return isinstance(batch, Dataset | DataLoader) or hasattr(type(batch), "__getitems__")
 
 
 def count_dataset(batch: Any) -> int:

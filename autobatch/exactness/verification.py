@@ -99,7 +99,7 @@ def verify(
         InvalidArgument: An argument is not valid, the batch cannot be counted, or ``weigh`` does not count.
             Errors of the step itself reach the caller unchanged.
     """
-    workload = Workload(module_of(model), step or default_step, weigh, called_by="autobatch.verify")
+    workload = Workload(module_of(model), default_step if step is None else step, weigh, called_by="autobatch.verify")
     verdict, memory = _verify(workload, batch, cut, device, explains=True)
     memory.reclaim()  # for the user: a collection of garbage takes longer than the comparison of a small model
     return verdict

@@ -152,7 +152,7 @@ def fit(
             in_float32, switches = accumulate_in_float32, {"reuse": reuse, "progress": progress}
             check_options({**given, **switches, "accumulate_in_float32": in_float32})
             module, own_optimizer = take_module(model, ranks), unwrap_optimizer(optimizer)
-            workload = Workload(module, step or default_step, weigh, own_optimizer, "autobatch.fit")
+            workload = Workload(module, default_step if step is None else step, weigh, own_optimizer, "autobatch.fit")
             refuse_sample_gradients(module.named_parameters())
             division = Division(ranks, target_batch, share)
             kind = "None" if cut is None else "by_length()" if isinstance(cut, ByLength) else "a function"

@@ -121,7 +121,7 @@ def predict(
     if gpu is None and not torch.cuda.is_available():
         raise InvalidArgument("no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'")
     card = read_card() if gpu is None else find_gpu(gpu)
-    workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
+    workload = Workload(model, default_step if step is None else step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, shares[0], has_own_step=step is not None)
     circumstances = Circumstances(scaler=scaler, parallelism=parallelism)
     with showing_progress(progress=progress) as hooks:

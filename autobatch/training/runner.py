@@ -61,6 +61,7 @@ from autobatch.training.misuse import SteppedObjects, StepSizes
 from autobatch.training.step_events import StepEvents, check_hooks
 from autobatch.training.step_memory import StepMemory
 from autobatch.training.update import Update, check_options
+from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
 
@@ -141,7 +142,7 @@ class StepRunner:
             schedulers = [*map(unwrap_scheduler, members_of(scheduler))]
             check_options(scaler, max_grad_norm, schedulers, has_optimizer=inner is not None)
             self.plan, self.steps, self._max_grad_norm = plan, 0, max_grad_norm
-            self._workload = Workload(model, step or default_step, weigh, inner, "autobatch.Runner")
+            self._workload = Workload(model, default_step if step is None else step, weigh, inner, "autobatch.Runner")
             refuse_sample_gradients(model.named_parameters())
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
@@ -191,7 +192,6 @@ class StepRunner:
             with self._memory.limit(self.steps, layouts, buckets):
                 done = self._run_step(layouts, shared, update=update)
             ranks = () if shared is None else self._end(shared, done)
-            step, self.steps = self.steps, self.steps + (done is not None)
         except BaseException as error:
             if shared is not None:
                 shared.fail(error)
@@ -205,7 +205,7 @@ class StepRunner:
         self._stepped.note(is_ours=update and self._is_in_users_loop)
         if done is None:
             return self._skip(layouts, started)
-        return self._report(step, done, shared, ranks, started, update=update)
+        return self._report(self.steps - 1, done, shared, ranks, started, update=update)
 
     def _run_step(
         self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
@@ -265,17 +265,21 @@ class StepRunner:
                 applied.prepare()  # optimizer state, unscaling, clipping: the last that can fail on one rank alone
             if shared is not None:
                 shared.agree()
-            self._accumulation.commit(undo)
+            with deferred_interrupts():  # Ctrl-C finds a step that is undone, or one that is made and counted
+                self._accumulation.commit(undo)
+                if gradients is not None:
+                    gradients.settle()
+                if applied is not None:
+                    self._make_update(applied)
+                self.steps += 1
         except BaseException:
             if applied is not None and not undo.is_released:
                 applied.cancel()
             raise
-        if gradients is not None:
-            gradients.settle()
-        if applied is None:
-            return
+
+    def _make_update(self, update: Update) -> None:
         try:
-            applied.apply(self.steps)
+            update.apply(self.steps)
         finally:
             self._workload.drop_gradients()  # also of parameters that a forward pass has made
 

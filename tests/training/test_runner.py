@@ -2,7 +2,10 @@
 
 import gc
 import logging
+import os
+import signal
 import sys
+from contextlib import nullcontext
 
 import plans
 import pytest
@@ -29,6 +32,8 @@ from autobatch.errors import CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.events import Retried, SizeChanged, StepFailed, StepFinished
 from autobatch.memory.cpu import CpuDevice
 from autobatch.testing import FakeDevice, oom_at, tenant
+from autobatch.undo.gradients import EarlierGradients, Float32Sums
+from autobatch.undo.undo import Undo
 
 
 def make_plan(model, target, largest, *, step=mean_step, optimizer=None, dtype=torch.float32):
@@ -373,6 +378,36 @@ def test_an_interrupt_in_the_update_says_that_it_had_begun(where):
     with pytest.raises(KeyboardInterrupt) as caught:
         runner.step(make_batch(8, torch.float64))
     assert [note for note in caught.value.__notes__ if note.startswith("the update had begun: ")]
+
+
+@pytest.mark.parametrize("where", ["before the optimizer", "inside the optimizer", "after the optimizer"])
+@pytest.mark.parametrize("update", [True, False], ids=["step", "accumulate"])
+def test_ctrl_c_after_the_commit_finds_a_step_that_is_made_and_counted(monkeypatch, where, update):
+    """A loop that catches it and continues, or saves a checkpoint, has neither half an update nor one too many."""
+
+    def send_then_run(function):
+        return lambda *arguments, **options: (os.kill(os.getpid(), signal.SIGINT), function(*arguments, **options))[1]
+
+    runs = []
+    for is_interrupted in (False, True):
+        torch.manual_seed(0)
+        model, optimizer, runner = make_runner(8, 4)
+        do = runner.step if update else runner.accumulate
+        do(make_batch(8, torch.float64))
+        with monkeypatch.context() as patched:
+            if is_interrupted:
+                owner, name = {
+                    "before the optimizer": (Undo, "release"),
+                    "inside the optimizer": (optimizer, "step") if update else (EarlierGradients, "settle"),
+                    "after the optimizer": (torch, "clear_autocast_cache") if update else (Float32Sums, "end"),
+                }[where]
+                patched.setattr(owner, name, send_then_run(getattr(owner, name)))
+            with pytest.raises(KeyboardInterrupt) if is_interrupted else nullcontext():
+                do(make_batch(8, torch.float64, seed=1))
+        assert runner.steps == 2
+        do(make_batch(8, torch.float64, seed=2))
+        runs.append(bits_of(model, optimizer))
+    assert not [name for name in differences(*runs) if "object" not in name]  # other models, other objects
 
 
 def fail_with(error):
