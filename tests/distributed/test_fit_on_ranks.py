@@ -137,7 +137,7 @@ class Broken:
 
     error = ValueError("the same again")
 
-    def __bool__(self):
+    def __call__(self, *_):
         raise self.error
 
 

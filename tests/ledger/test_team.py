@@ -265,8 +265,7 @@ def test_a_server_that_is_away_costs_one_line(tmp_path, monkeypatch, caplog, url
     assert ledger.recall_from_team(PRINT) == []
     assert ledger.remember(make_plan(fingerprint=PRINT))
     record(make_plan(), finished(0))
-    [line] = caplog.messages
-    assert url in line
+    [line] = [line for line in caplog.messages if url in line]  # another test's server may still be found away
     assert "handed in later" in line
     assert TOKEN not in line
     assert [plan.id for plan in ledger.recall(PRINT)] == ["a1"]
