@@ -79,11 +79,13 @@ def test_every_page_fits_a_phone_and_is_reached_by_keyboard(page):
     for name in ("Runs", "Plans", "Predictions", "Alerts", "Fleet"):
         link = page.get_by_role("navigation").get_by_role("link", name=name)
         link.focus()
-        page.keyboard.press("Enter")
+        with page.expect_navigation():  # until its style is there, too
+            page.keyboard.press("Enter")
         playwright.expect(page.get_by_role("heading", level=1)).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
     page.get_by_role("navigation").get_by_role("link", name="Plans").click()
-    page.get_by_role("link", name=EVIL).click()
+    with page.expect_navigation():
+        page.get_by_role("link", name=EVIL).click()
     playwright.expect(page.get_by_text("samples in a micro-batch").first).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.keyboard.press("Tab")
