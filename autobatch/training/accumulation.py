@@ -210,7 +210,8 @@ class Accumulation:
         """Add one micro-batch's part to ``.grad`` and to the loss; returns what the step put beside its loss."""
         progress.phase, progress.running = "forward", self.workload.named
         gradients = GradientWatch(self._parameters, self._sums) if self._is_watched else None
-        returned = self._call_step(micro_batch)
+        samples = self._take(micro_batch)  # held until the backward pass has ended, as predictions count them
+        returned = self._call_step(samples)
         progress.running = ""
         losses, aux = (returned, None) if type(returned) is torch.Tensor else split_output(returned)
         if gradients is not None:
@@ -229,9 +230,12 @@ class Accumulation:
         progress.loss.add(divided)
         return aux
 
-    def _call_step(self, micro_batch: MicroBatch) -> Any:
-        """Call the user's step with the samples of a micro-batch, on the device and in new containers."""
-        workload, samples = self.workload, micro_batch.take(self.device.move_tensor, self.device.torch_device)
+    def _take(self, micro_batch: MicroBatch) -> Any:
+        """The samples of a micro-batch on the device, in containers of their own."""
+        return micro_batch.take(self.device.move_tensor, self.device.torch_device)
+
+    def _call_step(self, samples: Any) -> Any:
+        workload = self.workload
         return workload.call_step(samples) if self._is_watched else workload.step(workload.model, samples)
 
     def _run_backward(self, divided: DividedLoss | None) -> None:
@@ -300,8 +304,7 @@ class Accumulation:
         here = try_twice(self.device.reclaim, _COPYING, self._record)
 
         def ask(micro_batch: MicroBatch) -> Any:
-            samples = micro_batch.take(self.device.move_tensor, self.device.torch_device)
-            return split_output(self.workload.call_step(samples))[0]
+            return split_output(self.workload.call_step(self._take(micro_batch)))[0]
 
         try:
             with torch.no_grad(), here.watch(progress.watch.tensors):

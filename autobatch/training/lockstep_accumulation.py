@@ -232,7 +232,7 @@ class LockstepAccumulation(Accumulation):
         self._lockstep.start("forward")
         here = self._record()
         (micro_batch,) = self._cut([Group(spare, range(self.smallest))], self.smallest)
-        self._call_step(micro_batch)
+        self._call_step(self._take(micro_batch))
         run_zero_backward(self._find_counted(progress))
         self._forget_graph()
         here.restore()
