@@ -88,7 +88,7 @@ docs: $(DOCS_INSTALLED) ## build the site in site/, with no network; a warning i
 
 # A file's tests stay in one process: they share what is dear to make. A third process works while ranks and programs
 # that the tests of others have started wait for each other.
-test: $(INSTALLED) ## run the tests on two cores and in random order, seven minutes; SEED=1234 repeats one
+test: $(INSTALLED) ## run the tests on two cores and in random order, six minutes; SEED=1234 repeats one
 	"$(PYTHON_ENV)" -m pytest --numprocesses 3 --dist loadfile --durations 40 --ignore tests/engines --ignore tests/integrations --ignore tests/service $(if $(SEED),--randomly-seed=$(SEED))
 
 # Only the files in which something is marked are imported: half of the time is saved.

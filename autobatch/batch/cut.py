@@ -94,9 +94,9 @@ def cut_apart(layouts: Sequence[Layout], _: int = 0) -> list[Group]:
 def cut_joined(layouts: Sequence[Layout], _: int = 0) -> list[Group]:
     """Make each run of batches that can be joined a group; the order of samples stays.
 
-    They have the same containers and keys, and tensors of one dtype, device and shape after the first dimension. What
-    all samples share is equal and no number, which may count the samples of its batch. Registered types and subclasses
-    of tensors and arrays are not joined.
+    They have the same containers and keys, and tensors of one dtype, device and shape after the first dimension.
+    Values that all samples share are equal. A shared number may count the samples of its batch, so batches with one are
+    not joined. Registered types and subclasses of tensors and arrays are not either.
     """
     runs: list[list[Layout]] = []
     for layout in layouts:

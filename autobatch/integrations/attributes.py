@@ -1,4 +1,4 @@
-"""What both adapters need: replaced attributes, values that are compared and averaged, and advice for their users."""
+"""Replaces attributes, compares and averages values, and words advice, for both adapters."""
 
 from __future__ import annotations
 

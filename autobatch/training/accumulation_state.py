@@ -47,7 +47,7 @@ class AccumulationState:
     @property
     def counted_per_sample(self) -> float:
         """Divisor of this step's losses, for each sample; 0 if the total was known before."""
-        return self.loss.counted and self.loss.counted / sum(self.micro_batch_sizes)
+        return self.loss.counted / max(1, sum(self.micro_batch_sizes))
 
     def fail(self) -> MicroBatch:
         """Count nothing as done; returns the micro-batch that ran out of memory."""

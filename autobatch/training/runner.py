@@ -192,7 +192,8 @@ class StepRunner:
             with self._memory.limit(self.steps, layouts, buckets):
                 done = self._run_step(layouts, shared, update=update)
             ranks = () if shared is None else self._end(shared, done)
-            self.steps += shared is not None and done is not None
+            if shared is not None and done is not None:
+                self.steps += 1
         except BaseException as error:
             if shared is not None:
                 shared.fail(error)
@@ -272,7 +273,8 @@ class StepRunner:
                     gradients.settle()
                 if applied is not None:
                     self._make_update(applied)
-                self.steps += shared is None  # ranks count a step when all have said that they made it
+                if shared is None:  # ranks count a step when all have said that they made it
+                    self.steps += 1
         except BaseException:
             if applied is not None and not undo.is_released:
                 applied.cancel()

@@ -26,7 +26,7 @@ class EarlierGradients:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
         self.gradients: Sequence[torch.Tensor | None] = [parameter.grad for parameter in parameters]
-        self.are_there = len([gradient for gradient in self.gradients if gradient is not None]) > 0
+        self.are_there = any(gradient is not None for gradient in self.gradients)
 
     def set_aside(self) -> None:
         for parameter in self.parameters:

@@ -66,8 +66,8 @@ def _with_keys(calls: Iterable[LogCall]) -> Iterator[tuple[Key, LogCall]]:
 class BatchSizes:
     """Tells a ``batch_size=`` of the whole batch, or a constant, from one that counts what is in the micro-batch.
 
-    A number that stays the same while parts of one batch differ in size is the whole batch's. One that changes between
-    parts of one batch is the micro-batch's own. The trials and comparisons before the first step show it too.
+    A number that stays the same while parts of one batch differ in size is the whole batch's. A number that changes
+    between parts is the micro-batch's own. The trials and comparisons before the first step show it too.
     """
 
     def __init__(self) -> None:
