@@ -23,7 +23,7 @@ from autobatch.events.runner_events import RankStep
 from autobatch.ledger import ledger as ledger_module
 from autobatch.ledger import run_recorder
 from autobatch.ledger import store as store_module
-from autobatch.ledger.ledger import Ledger
+from autobatch.ledger.ledger import Ledger, find_home
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.ledger.store import Store
 from autobatch.testing import FakeDevice
@@ -195,6 +195,42 @@ def test_a_real_runner_is_recorded(tmp_path):
     assert "step 2 ran out of memory" in run.reason
 
 
+@pytest.fixture
+def two_steps(tmp_path, monkeypatch):
+    """A function that makes a plan, and a Runner with no hook that takes two steps."""
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    monkeypatch.setenv("AUTOBATCH_LEDGER", "on")
+
+    def run():
+        model, batch = nn.Linear(2, 1), torch.zeros(8, 2)
+        options = {"step": lambda model, batch: model(batch).mean()}
+        plan = autobatch.fit(model, 8, batch=batch, check=None, max_micro_batch=3, **options)
+        runner = autobatch.Runner(plan, model, optimizer=None, **options)
+        return plan, [runner.accumulate(batch) for _ in range(2)]
+
+    return run
+
+
+def test_a_runner_records_its_own_steps(two_steps):
+    """Their number, samples, sizes, retries, peak and seconds are those of the results."""
+    plan, results = two_steps()
+    (stored,) = Store(find_home()).plans()
+    (run,) = Store(find_home()).runs_of(stored.id)
+    assert (run.steps, run.retries, run.outcome) == (2, 0, "finished")
+    assert sum(part.samples for part in run.ranges) == 16
+    assert {part.micro_batch_size for part in run.ranges} == {plan.micro_batch_size}
+    assert max(part.peak_bytes for part in run.ranges) == max(result.peak_bytes for result in results)
+    assert sum(part.seconds for part in run.ranges) == pytest.approx(sum(result.seconds for result in results))
+
+
+def test_a_record_that_fails_costs_no_step(two_steps, monkeypatch, caplog):
+    """The error is in the log, once."""
+    monkeypatch.setattr(Ledger, "begin_run", lambda *_: 1 / 0)
+    _, results = two_steps()
+    assert len(results) == 2
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["division by zero"]
+
+
 class Counted(Ledger):
     """A ledger that counts how often something was to be written."""
 
@@ -318,7 +354,7 @@ import os, sys
 from pathlib import Path
 from ledgers import failed, finished, make_plan, retried
 from autobatch.ledger.run_recorder import RunRecorder
-from autobatch.ledger.ledger import Ledger
+from autobatch.ledger.ledger import Ledger, find_home
 recorder = RunRecorder(make_plan(), Ledger(Path(sys.argv[1])))
 for step in range(5):
     recorder(finished(step))
