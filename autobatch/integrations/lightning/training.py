@@ -342,6 +342,8 @@ class LightningRunner(Runner):
                 f"ran out of memory inside the optimizer's step ({reason}): parameters may have moved, "
                 f"{explain_no_retry(self.steps, self.plan)}"
             )
+        if shared is None:  # ranks count a step when all have said that they made it
+            self.steps += 1
 
 
 def refuse_accumulation(trainer: Any, module: Any) -> None:
