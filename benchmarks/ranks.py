@@ -26,7 +26,6 @@ __all__ = ["CASES", "Case", "measure_exchanges", "measure_shares", "measure_step
 _PROGRAM = str(Path(__file__).resolve().with_name("rank_process.py"))
 _SIZES = (2, 3, 4)
 _EXCHANGES = 1000
-_EXCHANGES_A_STEP = 4
 _STEP_MS = 50
 _MOST_MS = 1.0
 _MOST_OF_A_STEP = 0.01
@@ -61,11 +60,11 @@ def measure_exchanges(sizes: Sequence[int] = _SIZES, times: int = _EXCHANGES) ->
     return Table(
         "Ranks: one exchange",
         f"{times} exchanges of a step's message, one after the other, by gloo on loopback, in milliseconds; each is "
-        f"that of the slowest rank. A step has {_EXCHANGES_A_STEP}. Beside it gloo's own sum of 16 numbers. A goal is "
+        f"that of the slowest rank. A step has one. Beside it gloo's own sum of 16 numbers. A goal is "
         f"held against numbers of ranks for which this machine has a core each ({cores}).",
         (
             *("ranks", "exchange, median", "9 of 10 within", f"of a step of {_STEP_MS} ms"),
-            *(f"{_EXCHANGES_A_STEP} of a step of {_STEP_MS} ms", "gloo's sum, median", "9 of 10 within"),
+            *("gloo's sum, median", "9 of 10 within"),
         ),
         [_exchange_row(size, one) for size, one in found],
         goals,
@@ -81,7 +80,7 @@ def measure_steps(cases: Sequence[Case] = CASES, seconds: float = _SECONDS, size
         f"copies of a model train in turn in the same processes, in changing order, each step from a barrier to the "
         f"end of the slowest rank; ratios are taken turn by turn. *Sum after*: DistributedDataParallel with no_sync() "
         f"in each micro-batch and autobatch's sum of the gradients after the last backward pass: what is lost where "
-        f"nothing is summed meanwhile. *Runner*: that, {_EXCHANGES_A_STEP} exchanges, and what it costs on one rank.",
+        f"nothing is summed meanwhile. *Runner*: that, an exchange, and what it costs on one rank.",
         (
             *("step of DDP", "parameters", "micro-batches", "turns", "sum after / DDP, median", "95 % interval"),
             *("Runner / DDP, median", "95 % interval"),
@@ -123,7 +122,7 @@ def _exchange_row(size: int, found: dict[str, list[float]]) -> tuple[str, ...]:
     (exchange, most), (plain, most_plain) = (_describe(found[name]) for name in ("exchange", "all_reduce"))
     share = exchange / _STEP_MS
     return (
-        *(str(size), f"{exchange:.2f}", f"{most:.2f}", f"{share:.1%}", f"{_EXCHANGES_A_STEP * share:.1%}"),
+        *(str(size), f"{exchange:.2f}", f"{most:.2f}", f"{share:.1%}"),
         *(f"{plain:.2f}", f"{most_plain:.2f}"),
     )
 

@@ -1,21 +1,19 @@
 """Lets a call succeed on all ranks, or raise on all.
 
 All ranks exchange messages at the same points of a call. A rank that fails sends its error at the next point, so all
-ranks stop and none waits.
+ranks stop and none waits. After the last point of a step no rank waits for another: an error there is owed, and sent in
+place of this rank's next message, whichever call that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from autobatch.distributed.channel import Channel
 from autobatch.errors import AutobatchError, CannotRetry, InvalidArgument, RankFailed, RankLost
 from autobatch.undo.interrupts import deferred_interrupts
-
-END = "done"
-"""Last point of a step, after the update."""
 
 _LONGEST_REASON = 2000
 
@@ -51,14 +49,14 @@ class Agreement:
 
         Raises:
             RankFailed: Another rank has failed, or is at another point.
-            CannotRetry: Another rank has failed in the update.
+            CannotRetry: A rank has failed in an update that the others have made.
             RankLost: Another rank is gone or did not answer.
         """
         with deferred_interrupts():  # every rank notes the same of this exchange
-            messages = self._channel.exchange({"call": f"{self._call}, {point}", **values})
-            failures = {rank: message["error"] for rank, message in enumerate(messages) if "error" in message}
+            messages = self._send({"call": f"{self._call}, {point}", **values})
+            failures = {rank: message for rank, message in enumerate(messages) if "error" in message}
             if failures:
-                raise self.refuse(self._explain(point, self._channel.list_by_rank(failures)))
+                raise self.refuse(self._explain(failures))
             calls = {rank: message["call"] for rank, message in enumerate(messages)}
             if len(set(calls.values())) > 1:
                 raise self.refuse(
@@ -67,7 +65,7 @@ class Agreement:
                         f"the same order on every rank"
                     )
                 )
-            self._channel.is_over = point == END
+            self._channel.is_over = False
             return messages
 
     def refuse(self, error: AutobatchError) -> AutobatchError:
@@ -89,16 +87,25 @@ class Agreement:
         if self.is_over or isinstance(error, RankLost):
             return
         with suppress(RankLost):  # the first error says more
-            self._channel.exchange({"error": name_error(error)})
+            self._send({"error": name_error(error)})
         self.end()
 
-    def _explain(self, point: str, failures: str) -> AutobatchError:
-        if point == END:
+    def owe(self, error: BaseException) -> None:
+        """Keep an error in the update, which other ranks make, for this rank's next message."""
+        self._channel.owed = {"error": name_error(error), "update": self._name}
+
+    def _send(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        owed, self._channel.owed = self._channel.owed, None
+        return self._channel.exchange(owed or message)
+
+    def _explain(self, failures: Mapping[int, Mapping[str, str]]) -> AutobatchError:
+        listed = self._channel.list_by_rank({rank: failure["error"] for rank, failure in failures.items()})
+        for updated in (failure["update"] for failure in failures.values() if "update" in failure):
             return CannotRetry(
-                f"the update of {self._name} failed on another rank ({failures}), so parameters may differ between "
-                f"the ranks: load your last checkpoint on every rank"
+                f"the update of {updated} failed on one rank ({listed}), so parameters may differ between the ranks: "
+                f"load your last checkpoint on every rank"
             )
-        return RankFailed(f"{self._name} was undone on every rank, because it failed on one: {failures}")
+        return RankFailed(f"{self._name} was undone on every rank, because it failed on one: {listed}")
 
 
 def name_error(error: BaseException) -> str:

@@ -45,6 +45,7 @@ class Channel:
         members: Ranks of the group in the default process group, which messages show.
         exchanges: Number of exchanges that have begun, the same on all ranks.
         is_over: Whether no other rank waits for this one: all have ended the last call, by success or failure.
+        owed: Message about an error that the other ranks have not been sent yet.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -53,6 +54,7 @@ class Channel:
         self.members: list[int] = dist.get_process_group_ranks(owner)
         self.rank, self.size = dist.get_rank(group), len(self.members)
         self.timeout, self.exchanges, self.is_over = _timeout_of(owner), 0, True
+        self.owed: dict[str, Any] | None = None
         self._name, self._loss = owner.group_name, ""
         self._memory: list[tuple[bytearray, torch.Tensor]] = []
         self._lost_ranks = LostRanks(self.members, self.rank, self._name)

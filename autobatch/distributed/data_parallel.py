@@ -148,12 +148,15 @@ class SharedBuffers:
         facts = [(str(buffer.dtype), tuple(buffer.shape)) for buffer in buffers]
         self.description = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
-    @torch.no_grad()
-    def take_first(self, group: dist.ProcessGroup | None, channel: Channel) -> None:
-        """Make the buffers those of the group's first rank."""
+    def send(self, group: dist.ProcessGroup | None, channel: Channel) -> None:
+        """Make the copies those of the group's first rank."""
         with channel.collective("the broadcast of buffers"):
             for _, numbers in self._groups:
                 dist.broadcast(numbers.view(torch.uint8), group=group, group_src=0)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Make the buffers what the copies are."""
         for buffers, numbers in self._groups:
             for buffer, values in zip(buffers, numbers.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(values.view(buffer.shape))

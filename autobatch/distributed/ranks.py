@@ -40,7 +40,10 @@ class Ranks:
         model: The user's model, wrapped.
         lockstep: Passes that all ranks end together; ``None`` unless parameters are sharded.
         number: Number that tells one Runner from another, the same on all ranks.
+        by_term: Whether ``weigh`` counts each term by itself, as all ranks know it; ``None`` until a rank has samples.
     """
+
+    by_term: bool | None = None
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         """Collective the first time that a process group is used."""
@@ -111,10 +114,14 @@ class OwnTime:
         self._began = self._mark()
 
     def stop(self) -> None:
+        """End a pair; a second call before the next ``start`` does nothing."""
+        if self._began is None:
+            return
         if self._device.type == "cuda":
             self._pending.append((self._began, self._mark()))
         else:
             self._seconds = self._mark() - self._began
+        self._began = None
 
     def read(self) -> float:
         """Return the seconds of the last pair that is over; 0 before the first."""

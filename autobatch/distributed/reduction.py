@@ -34,10 +34,26 @@ class GradientSlot:
         """Return whether this rank has a gradient of the parameter."""
         return self.parameter.grad is not None or self.parameter in self.sums
 
+    def is_sparse(self) -> bool:
+        """Return whether this rank's gradient is sparse."""
+        value = self.sums.get(self.parameter, self.parameter.grad)
+        return value is not None and value.is_sparse
+
+    def lay_out(self) -> None:
+        """Lay this rank's gradient out like the parameter, so that reading it needs no copy."""
+        value = self.sums.get(self.parameter, self.parameter.grad)
+        if value is None or _lies_like(value, self.parameter):
+            return
+        value = torch.empty_like(self.parameter, dtype=value.dtype).copy_(value)
+        if self.parameter in self.sums:
+            self.sums[self.parameter] = value
+        else:
+            self.parameter.grad = value
+
     def read(self) -> torch.Tensor | None:
         """Return this rank's numbers, 1-d; ``None`` if all are 0."""
         value = self.sums.get(self.parameter, self.parameter.grad)
-        return None if value is None else _flatten(value, self.parameter)
+        return None if value is None else _flatten(value)
 
     def write(self, numbers: torch.Tensor, start: int) -> None:
         """Write a part of the sum, from the number ``start`` on; ``.grad`` is the sum after the last part.
@@ -50,7 +66,7 @@ class GradientSlot:
             fits = gradient is not None and parameter not in self.sums and _lies_like(gradient, parameter)
             self._result = gradient if fits else torch.empty_like(parameter, dtype=gradient_dtype(parameter))
         assert self._result is not None  # noqa: S101 - narrows for mypy
-        _flatten(self._result, parameter)[start:stop].copy_(numbers)
+        _flatten(self._result)[start:stop].copy_(numbers)
         if stop == self.count:
             parameter.grad = self._result
             self.sums.pop(parameter, None)
@@ -85,15 +101,16 @@ class Reduction:
     def sum(self, slots: Sequence[GradientSlot], factor: float = 1.0) -> None:
         """Sum each slot, times this rank's factor, over all ranks, through the buckets that ``reserve`` made.
 
-        Slots must agree in number, order, count and dtype. An error of this rank is raised after the last collective.
+        Slots must agree in number, order, count and dtype, and be laid out. An error in writing a sum is this rank's
+        own: it is raised after the last collective.
         """
         failure: BaseException | None = None
         for dtype in sorted({slot.dtype for slot in slots}, key=str):
             bucket = self._buckets[dtype]
             for parts in _fill_buckets([slot for slot in slots if slot.dtype is dtype], len(bucket)):
-                with uninterrupted():
+                with uninterrupted():  # nothing is allocated, and a wrong number would be in the sum of all ranks
                     used = bucket[: sum(stop - start for _, start, stop in parts)]
-                failure = failure or _attempt(_read, used, parts, factor)
+                    _read(used, parts, factor)
                 self._sum_bucket(used)  # also after a failure
                 failure = failure or _attempt(_write, used, parts)
         if failure is not None:
@@ -170,8 +187,6 @@ def _lies_like(value: torch.Tensor, like: torch.Tensor) -> bool:
     return value.stride() == like.stride() and is_dense(value)
 
 
-def _flatten(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the numbers in their order in memory: a view if it is laid out like ``like``, else of a copy that is."""
-    if not _lies_like(value, like):
-        value = torch.empty_like(like, dtype=value.dtype).copy_(value)
+def _flatten(value: torch.Tensor) -> torch.Tensor:
+    """Return the numbers in their order in memory: a view of a tensor that is laid out like its parameter."""
     return value.as_strided((value.numel(),), (1,), value.storage_offset())

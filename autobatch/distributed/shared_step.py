@@ -1,13 +1,16 @@
-"""Synchronizes one step over the ranks: totals of all, the sum of all gradients, and one moment to update.
+"""Synchronizes one step over the ranks: one exchange, one sum.
 
-1. ``open``: exchange the totals of the samples, before the first micro-batch.
-2. ``sum``: exchange which gradients there are, then sum them. Nothing raises in between: the other ranks wait.
-3. ``agree``: wait until nothing before the optimizer's step can fail on any rank.
-4. ``end``: exchange what each rank did, after the update.
+1. Before it each rank does what may fail on it alone: its passes, and the room for the sum and for the update.
+2. ``agree``: exchange what the samples count, and what must be equal. From here on the other ranks wait for this one.
+3. ``sum``: sum the gradients, times this rank's factor, and send the buffers of rank 0, which ``settle`` takes.
+
+A rank that fails before ``agree`` sends its error there, so all restore the step. One that fails afterwards sends it at
+its next call: the others have made the update.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
@@ -15,12 +18,12 @@ from typing import Any
 
 import torch
 
-from autobatch.distributed.agreement import END, Agreement
+from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
 from autobatch.distributed.ranks import Ranks, digest_values
 from autobatch.distributed.reduction import GradientSlot, make_loss
 from autobatch.distributed.sharded.model import has_shards
-from autobatch.errors import InvalidArgument
+from autobatch.errors import InvalidArgument, RankLost
 from autobatch.events.runner_events import RankStep
 from autobatch.undo.gradients import gradient_dtype
 from autobatch.undo.interrupts import deferred_interrupts
@@ -33,45 +36,65 @@ class SharedStep:
     """One step, on every rank.
 
     Attributes:
-        weights: Total of each term over all ranks, from ``open`` on.
-        samples: Number of samples of all ranks.
+        ranks: Report of each rank, from ``agree`` on.
+        is_agreed: Whether all ranks make the step: nothing can be restored on all of them.
     """
 
-    def __init__(self, ranks: Ranks, step: int, action: str, optimizer: Any | None = None) -> None:
-        """Send nothing before ``open``; ``action`` is ``"step"`` or ``"accumulate"``."""
-        self.weights: Mapping[str, float] = {}
-        self.samples = self._own_samples = 0
-        self._ranks, self._agreement = ranks, Agreement(ranks.channel, f"{action} {step}", ranks.number)
+    def __init__(self, ranks: Ranks, name: str, optimizer: Any | None = None, *, meets_again: bool = False) -> None:
+        """Send nothing yet.
+
+        Args:
+            ranks: The ranks.
+            name: ``"step 3"`` or ``"accumulate 3"``.
+            optimizer: Optimizer whose learning rates must be equal; ``None``: they are not compared.
+            meets_again: Whether something may fail on one rank between the sum and the update. Then ``settle`` is
+                another exchange.
+        """
+        self.ranks: tuple[RankStep, ...] = ()
+        self.is_agreed = False
+        self._ranks, self._agreement = ranks, Agreement(ranks.channel, name, ranks.number)
         self._wrapper: Any = ranks.model
-        self._optimizer, self._block = optimizer, ExitStack()
+        self._optimizer, self._meets_again, self._block = optimizer, meets_again, ExitStack()
+        self._totals: tuple[Mapping[str, float], int] | None = None
+        self._slots: Sequence[GradientSlot] = ()
+        self._factor: float | None = None
+        self._buffers: SharedBuffers | None = None
 
     def begin(self) -> None:
         """Keep the wrapper from communicating until ``close``."""
         self._block.enter_context(undisturbed(self._wrapper))
+        self._ranks.own_time.start()
 
     def fail(self, error: BaseException) -> None:
         """Send an error that ended this rank's step to the others, unless they know it."""
-        self._agreement.fail(error)
+        if not self.is_agreed:
+            self._agreement.fail(error)
+        elif not isinstance(error, RankLost):
+            self._agreement.owe(error)
 
     def close(self) -> None:
         """Let the wrapper communicate again."""
         self._block.close()
 
-    def open(self, weights: Mapping[str, float], samples: int, earlier: Sequence[torch.Tensor | None]) -> None:
-        """Exchange the totals of the ranks' samples; a second call in the step does nothing.
+    def find_totals(self, weights: Mapping[str, float], samples: int) -> tuple[Mapping[str, float], int] | None:
+        """Return the totals of each term, and the samples, over all ranks; ``None`` if this rank's own will do.
 
-        ``weights`` has this rank's total of each term, ``""`` means every term; ``earlier`` are gradients from before
-        the step, one for each parameter.
+        Only terms with their own denominators need the totals before the first backward pass: their gradients cannot
+        be separated once they are added. Whether ``weigh`` counts by term is known after the first step.
         """
-        if self.weights:
-            return
-        digest = digest_values(earlier)
-        gathered = self._agreement.gather("open", weights=dict(weights), samples=samples, earlier=digest)
-        self._agreement.refuse_unlike(
-            [values["earlier"] for values in gathered],
-            "gradients from before the step differ between the ranks, so the optimizer would move their parameters "
-            "apart: call optimizer.zero_grad() before the step",
-        )
+        if self._totals is None and self._ranks.by_term is not False:
+            with deferred_interrupts():  # every rank knows the same after this exchange
+                self._totals = self._exchange_totals(weights, samples)
+                self._ranks.by_term = "" not in self._totals[0] if self._totals[1] else None
+        if not self._ranks.by_term and samples and "" not in weights:
+            raise InvalidArgument(
+                f"weigh() gives counts for the terms {sorted(weights)} now, and gave one count before: return the same "
+                f"in every step"
+            )
+        return self._totals if self._ranks.by_term else None
+
+    def _exchange_totals(self, weights: Mapping[str, float], samples: int) -> tuple[Mapping[str, float], int]:
+        gathered = self._agreement.gather("totals", weights=dict(weights), samples=samples)
         named = [values["weights"] for values in gathered if values["samples"]] or [{"": 0.0}]
         terms = [sorted(one) for one in named]
         self._agreement.refuse_unlike(
@@ -79,89 +102,140 @@ class SharedStep:
             f"weigh() names different terms on different ranks ({terms}): name the same terms on each, with 0 if there "
             f"is nothing to count",
         )
-        self.weights = {name: math.fsum(one[name] for one in named) for name in named[0]}
-        self.samples, self._own_samples = sum(values["samples"] for values in gathered), samples
-        self._ranks.own_time.start()
+        totals = {name: math.fsum(one[name] for one in named) for name in named[0]}
+        return totals, sum(values["samples"] for values in gathered)
 
     @torch.no_grad()
-    def sum(
+    def agree(
         self,
         parameters: Sequence[torch.Tensor],
         sums: MutableMapping[torch.Tensor, torch.Tensor],
+        earlier: Mapping[torch.Tensor, torch.Tensor | None],
         loss: torch.Tensor | None,
         *,
         counted: float,
         unit: float | None,
+        states: bool,
+        did: Mapping[str, int],
+    ) -> bool:
+        """Exchange what the step's gradients are a mean over, and make sure that all ranks can make the step.
+
+        Args:
+            parameters: Parameters, the same on each rank.
+            sums: Gradients that were summed in float32, by parameter.
+            earlier: Gradients from before the step, by parameter.
+            loss: This rank's running loss; ``None`` if none of its samples counts.
+            counted: Total of this rank's samples.
+            unit: Number by which losses were divided instead of the total; ``None`` if the total was known.
+            states: Whether the step states its counts itself.
+            did: Samples, sizes, retries and peaks of this rank.
+
+        Returns:
+            Whether every rank has a gradient of the same parameters. If not, those that were missing here are zeros
+            now: make room for their update, and agree again.
+        """
+        # All allocations come first: if memory runs out here, the other ranks do not wait in the sum yet.
+        whole = [parameter for parameter in parameters if parameter.requires_grad and not has_shards(parameter)]
+        slots, total = [GradientSlot(parameter, sums) for parameter in whole], make_loss(parameters)
+        if any(slot.is_sparse() for slot in slots):
+            raise InvalidArgument("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
+        _fill(slots, [parameter for parameter, gradient in earlier.items() if gradient is not None])
+        for slot in slots:
+            slot.lay_out()
+        if sums:  # each becomes a gradient in less memory than it takes itself, but for the first one
+            largest = max(sums, key=torch.Tensor.numel)
+            torch.empty_like(largest, dtype=gradient_dtype(largest))
+        total.grad = None if loss is None else loss.detach().to(total, copy=True).reshape(())
+        self._ranks.reduction.reserve([*whole, total])
+        self._buffers = self._copy_buffers()
+        values = {
+            "gradients": _digest(slot.has_any() for slot in slots),
+            "trains": _digest(parameter.requires_grad for parameter in parameters if not has_shards(parameter)),
+            "earlier": digest_values([*earlier.values()]),
+            "buffers": "" if self._buffers is None else self._buffers.description,
+            "rates": _read_rates(self._optimizer),
+            "divisor": None if loss is None else [counted, unit, states],
+        }
+        self._block.enter_context(deferred_interrupts())  # until close(): the other ranks wait for this one
+        self._ranks.own_time.stop()
+        gathered = self._agreement.gather("update", did={**did, "seconds": self._ranks.own_time.read()}, **values)
+        self._refuse_differences(gathered)
+        divisors = [values["divisor"] for values in gathered if values["divisor"] is not None]
+        if not divisors:
+            self._agreement.end()
+            return True
+        self._agreement.refuse_unlike(
+            [states for *_, states in divisors],
+            "the step returns a count (Mean, Sum) on one rank and none on another: always return it",
+        )
+        if any(values["gradients"] != gathered[0]["gradients"] for values in gathered):
+            places = [place for place, slot in enumerate(slots) if slot.has_any()]
+            found = {place for values in self._agreement.gather("gradients", of=places) for place in values["of"]}
+            _fill(slots, [slots[place].parameter for place in found])
+            return False
+        # A rank without a loss has its part of the others' sharded gradients, so it needs their unit.
+        unit = divisors[0][1] if loss is None else unit
+        self._factor = 1.0 if unit is None else unit / math.fsum(counted for counted, *_ in divisors)
+        self._slots = [*(slot for slot in slots if slot.has_any()), GradientSlot(total, {})]
+        self.ranks = tuple(RankStep(rank=rank, **values["did"]) for rank, values in enumerate(gathered))
+        if not self._meets_again:
+            self._end()
+        return True
+
+    @torch.no_grad()
+    def sum(
+        self, parameters: Sequence[torch.Tensor], sums: MutableMapping[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor | None:
-        """Make every ``.grad`` the sum over all ranks. Backward passes have summed the sharded gradients already.
+        """Make every ``.grad`` the sum over all ranks, and let rank 0 send its buffers.
+
+        Backward passes have summed the sharded gradients already. This rank takes part in each collective, even if it
+        fails: the others wait for it.
 
         Args:
             parameters: Parameters, the same on each rank.
             sums: Gradients that were summed in float32, by parameter; empty afterwards.
-            loss: This rank's running loss; ``None`` if none of its samples counts.
-            counted: Total of this rank's samples, if the step states counts.
-            unit: Number by which losses were divided instead of the total; ``None`` if the total was known.
 
         Returns:
             The loss of all ranks; ``None`` if no sample of any rank counts, and then nothing has changed.
         """
-        # All allocations come first: if memory runs out here, the other ranks do not wait in the sum yet.
-        whole = [parameter for parameter in parameters if parameter.requires_grad and not has_shards(parameter)]
-        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in whole):
-            raise InvalidArgument("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
-        slots, total = [GradientSlot(parameter, sums) for parameter in whole], make_loss(parameters)
-        total.grad = None if loss is None else loss.detach().to(total, copy=True).reshape(())
-        self._ranks.reduction.reserve([*whole, total])
-        with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the sum
-            self._ranks.own_time.stop()
-            gathered = self._agreement.gather(
-                "ready",
-                gradients=_pack(slot.has_any() for slot in slots),
-                trains=_pack(parameter.requires_grad for parameter in parameters if not has_shards(parameter)),
-                counted=None if unit is None else counted,
-                unit=unit,
-                runs=loss is not None,
-            )
-            trains = [values["trains"] for values in gathered]
-            self._agreement.refuse_unlike(
-                trains, "the ranks train different parameters: make and freeze the same ones on each"
-            )
-            running = [values for values in gathered if values["runs"]]
-            if not running:
-                self._agreement.end()
-                return None
-            self._agreement.refuse_unlike(
-                [values["unit"] is None for values in running],
-                "the step returns a count (Mean, Sum) on one rank and none on another: always return it",
-            )
-            if loss is None:  # this rank has its part of the others' sharded gradients, so it needs their unit
-                unit = running[0]["unit"]
-            factor = 1.0 if unit is None else unit / math.fsum(values["counted"] for values in running)
-            self._ranks.reduction.sum([*_find_wanted(slots, gathered), GradientSlot(total, {})], factor)
-        _correct([parameter for parameter in parameters if has_shards(parameter)], sums, factor)
-        return total.grad
+        if self._factor is None:
+            return None
+        if self._buffers is not None:
+            self._buffers.send(self._wrapper.process_group, self._ranks.channel)
+        self._ranks.reduction.sum(self._slots, self._factor)
+        _correct([parameter for parameter in parameters if has_shards(parameter)], sums, self._factor)
+        return self._slots[-1].parameter.grad
 
-    def agree(self) -> None:
-        """Wait until nothing before the optimizer's step can fail on any rank, and take the buffers of rank 0.
+    def settle(self) -> None:
+        """Take the buffers of rank 0, right before the update.
 
         DistributedDataParallel sends buffers when a step begins, but a step that is run again would undo that.
         """
-        buffers = SharedBuffers(broadcast_buffers_of(self._wrapper))
-        with deferred_interrupts():  # from the exchange on, the other ranks wait for this one in the broadcast
-            gathered = self._gather_rates(buffers=buffers.description)
-            self._agreement.refuse_unlike(
-                [values["buffers"] for values in gathered],
-                "the ranks have different buffers: make them in __init__ and in the same shapes, or pass "
-                "broadcast_buffers=False to DistributedDataParallel",
-            )
-            buffers.take_first(self._wrapper.process_group, self._ranks.channel)
+        if self._meets_again:
+            self._meet_again()
+            self._end()
+        if self._buffers is not None:
+            self._buffers.write()
 
-    def _gather_rates(self, **values: Any) -> list[dict[str, Any]]:
-        """Exchange the learning rates, at the last point before the update.
+    def finish(self) -> None:
+        """Note that this rank has made the update: an error of it is no longer the others'."""
+        self.is_agreed = False
 
-        A scheduler may have set them by a number of one rank, such as the loss of its own validation samples.
-        """
-        gathered = self._agreement.gather("update", rates=_read_rates(self._optimizer), **values)
+    def _end(self) -> None:
+        self._agreement.end()
+        self.is_agreed = True
+
+    def _meet_again(self) -> None:
+        self._agreement.gather("after the sum")
+
+    def _copy_buffers(self) -> SharedBuffers | None:
+        return SharedBuffers(broadcast_buffers_of(self._wrapper))
+
+    def _refuse_differences(self, gathered: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse what would move the ranks' parameters apart."""
+        for name, message in _MUST_BE_EQUAL.items():
+            self._agreement.refuse_unlike([values[name] for values in gathered], message)
+        # A scheduler may have set them by a number of one rank, such as the loss of its own validation samples.
         if not all(_are_close(values["rates"], gathered[0]["rates"]) for values in gathered):
             shown = {rank: ", ".join(map(str, values["rates"])) for rank, values in enumerate(gathered)}
             raise self._agreement.refuse(
@@ -170,18 +244,19 @@ class SharedStep:
                     f"optimizer would move their parameters apart: give the scheduler the same number on every rank"
                 )
             )
-        return gathered
 
-    def end(self, *, micro_batch_size: int, retries: int, peak_bytes: int, held_bytes: int) -> tuple[RankStep, ...]:
-        """End the step on all ranks, after the update; return each rank's report, nothing if no sample counted."""
-        if self._agreement.is_over:
-            return ()
-        self._block.enter_context(deferred_interrupts())  # until close(): the step has ended on all ranks
-        own = {"micro_batch_size": micro_batch_size, "retries": retries}
-        own |= {"peak_bytes": peak_bytes, "held_bytes": held_bytes}
-        seconds = self._ranks.own_time.read()
-        gathered = self._agreement.gather(END, did={**own, "samples": self._own_samples, "seconds": seconds})
-        return tuple(RankStep(rank=rank, **values["did"]) for rank, values in enumerate(gathered))
+
+_MUST_BE_EQUAL = {
+    "earlier": (
+        "gradients from before the step differ between the ranks, so the optimizer would move their parameters apart: "
+        "call optimizer.zero_grad() before the step"
+    ),
+    "trains": "the ranks train different parameters: make and freeze the same ones on each",
+    "buffers": (
+        "the ranks have different buffers: make them in __init__ and in the same shapes, or pass "
+        "broadcast_buffers=False to DistributedDataParallel"
+    ),
+}
 
 
 def _read_rates(optimizer: Any | None) -> list[float]:
@@ -196,13 +271,13 @@ def _are_close(rates: Sequence[float], others: Sequence[float]) -> bool:
     return len(rates) == len(others) and all(math.isclose(a, b, rel_tol=_RATES_DIFFER_BY) for a, b in pairs)
 
 
-def _find_wanted(slots: Sequence[GradientSlot], gathered: Sequence[Mapping[str, Any]]) -> list[GradientSlot]:
-    """Return the slots for which any rank has a gradient."""
-    union = 0
-    for values in gathered:
-        union |= int(values["gradients"], 16)
-    digits = f"{union:b}"[1:]
-    return [slot for slot, digit in zip(slots, digits, strict=True) if digit == "1"]
+def _fill(slots: Sequence[GradientSlot], parameters: Sequence[torch.Tensor]) -> None:
+    """Make gradients of zeros for these parameters where this rank has none."""
+    wanted = set(parameters)
+    for slot in slots:
+        parameter = slot.parameter
+        if parameter in wanted and not slot.has_any():
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
 
 def _correct(sharded: Sequence[torch.Tensor], sums: MutableMapping[torch.Tensor, torch.Tensor], factor: float) -> None:
@@ -216,6 +291,5 @@ def _correct(sharded: Sequence[torch.Tensor], sums: MutableMapping[torch.Tensor,
             parameter.grad.mul_(factor)
 
 
-def _pack(flags: Iterable[bool]) -> str:
-    """Write flags as one hexadecimal number, with a leading 1 that keeps their number."""
-    return f"{int('1' + ''.join('01'[flag] for flag in flags), 2):x}"
+def _digest(flags: Iterable[bool]) -> str:
+    return hashlib.sha256(bytes(flags)).hexdigest()[:16]

@@ -4,7 +4,8 @@
 2. ``begin`` cuts the batches into micro-batches, and counts what their losses are divided by.
 3. ``attempt`` runs each micro-batch: forward, divide the loss, backward. It returns why memory ran out, if it did.
 4. After a shortage the caller restores the record and calls ``cut_again``; then ``attempt`` runs all samples again.
-5. ``complete`` makes ``.grad`` the gradient of the whole batch, earlier gradients included.
+5. With several ranks ``agree`` lets all make the step, or none.
+6. ``complete`` makes ``.grad`` the gradient of the whole batch, earlier gradients included.
 
 Training (``runner``) goes through these itself. Trials and comparisons call ``run``, which does not retry.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,8 @@ class Accumulation:
     stand_ins: Callable[[], Sequence[torch.Tensor]] = tuple  # extra parameters: the gathered ones of ``fully_shard``
     # Micro-batches of the step that a trial imitates: sparse gradients get the rows of all, and only two are run.
     stands_for: int = 0
+    share: int = 0  # samples of a planned step on this rank
+    target: int = 0  # and on all
     keep: Sequence[Any] = ()
     owns_batches: bool = False  # whether the batches are copies that the user does not see
     division: Division = cut_apart
@@ -96,7 +99,7 @@ class Accumulation:
             progress = self.begin(batches, largest, undo)
             if (shortage := self.attempt(progress, undo)) is not None:
                 raise DoesNotFit(shortage.reason)  # noqa: TRY301 - undone below, as any error
-            self.complete(progress, undo, None)
+            self.complete(progress, undo)
         except BaseException:
             self.undo(undo)
             raise
@@ -142,7 +145,7 @@ class Accumulation:
         loss = StepLoss(micro_batches, weighed=weighed, counted_per_sample=per_sample, is_scaled=is_scaled)
         progress = AccumulationState(groups, micro_batches, loss, watch, had_gradients=undo.gradients.are_there)
         if shared is not None:
-            self._open(shared, progress, batches, undo)
+            self._open(shared, progress, batches)
         return progress
 
     def attempt(self, progress: AccumulationState, undo: Undo) -> Shortage | None:
@@ -255,19 +258,42 @@ class Accumulation:
         check_additive(progress.micro_batches, smaller)
         progress.begin_again(smaller)
 
-    def complete(self, progress: AccumulationState, undo: Undo, shared: SharedStep | None) -> None:
-        """Make ``.grad`` the gradient of the whole batch, and of all ranks, with earlier gradients added."""
+    def agree(self, progress: AccumulationState, undo: Undo, shared: SharedStep, did: Mapping[str, int]) -> bool:
+        """Let all ranks agree that they make the step; see ``SharedStep.agree``."""
         if self._stated.is_due:
-            self._check_counts(progress, is_shared=shared is not None)
+            self._check_counts(progress, is_shared=True)
+        loss, sizes = progress.loss, progress.micro_batch_sizes
+        counted, unit = loss.divisor()
+        did = {**did, "samples": sum(sizes), "micro_batch_size": max(sizes, default=0), "retries": progress.retries}
+        return shared.agree(
+            self.workload.parameters(),
+            self._sums.by_parameter,
+            dict(zip(undo.gradients.parameters, undo.gradients.gradients, strict=True)),
+            loss.value,
+            counted=counted,
+            unit=unit,
+            states=loss.unit is not None,
+            did=did,
+        )
+
+    def complete(self, progress: AccumulationState, undo: Undo, shared: SharedStep | None = None) -> None:
+        """Make ``.grad`` the gradient of the whole batch, and of all ranks, with earlier gradients added."""
         if shared is not None:
-            self._combine(shared, progress)
-        elif progress.loss.unit is not None:
-            self._correct(progress.loss.correct())
+            progress.loss.value = shared.sum(self.workload.parameters(), self._sums.by_parameter)
+        else:
+            if self._stated.is_due:
+                self._check_counts(progress, is_shared=False)
+            if progress.loss.unit is not None:
+                self._correct(progress.loss.correct())
         if self._sums.by_parameter:
             self._sums.write()
         if progress.had_gradients:
             undo.gradients.add()
         self._counted = progress.counted_per_sample
+
+    def summed(self) -> Collection[torch.Tensor]:
+        """Return the parameters whose gradients are still sums in float32, which take their memory."""
+        return self._sums.by_parameter.keys()
 
     def undo(self, undo: Undo) -> None:
         """Restore the record of a step that failed."""
@@ -318,18 +344,16 @@ class Accumulation:
         if wrong:
             raise InvalidArgument(wrong)
 
-    def _open(self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], undo: Undo) -> None:
-        """Divide by the totals of all ranks from here on."""
+    def _open(self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout]) -> None:
+        """Divide by what all ranks' total is expected to be; by their totals if terms have their own denominators."""
         own = progress.loss
         if not own.are_exact:  # a sum that does not depend on how this rank's samples are cut
-            own = StepLoss(self._cut_wholes(batches), weighed=True)
-        shared.open(own.weights, own.samples, undo.gradients.gradients)
-        progress.loss.share(shared.weights, shared.samples)
-
-    def _combine(self, shared: SharedStep, progress: AccumulationState) -> None:
-        """Make loss and ``.grad`` those of all ranks; no loss where no sample of any counts."""
-        loss, parameters = progress.loss, self.workload.parameters()
-        loss.value = shared.sum(parameters, self._sums.by_parameter, loss.value, counted=loss.counted, unit=loss.unit)
+            own.count_again(self._cut_wholes(batches))
+        totals = shared.find_totals(own.weights, own.samples)
+        if totals is None:
+            own.expect(self.share, self.target)
+        else:
+            own.share(*totals)
 
     def _correct(self, factor: float) -> None:
         """Multiply the gradients once the true total is known; float32 sums before they are rounded."""

@@ -72,6 +72,8 @@ def make_accumulation(
         division=division,
         max_micro_batch=find_bound(plan),
         smallest=plan.smallest_micro_batch,
+        share=sum(plan.micro_batch_sizes),
+        target=plan.target_batch,
         keep=keep,
         backward=None if backward is None else GivenBackward(backward, is_scaled=scaler is not None),
         is_training=True,

@@ -139,8 +139,8 @@ class LockstepAccumulation(Accumulation):
     def _forget_graph(self) -> None:
         self._outputs, self._losses = (), {}
 
-    def _open(self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], undo: Undo) -> None:
-        super()._open(shared, progress, batches, undo)
+    def _open(self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout]) -> None:
+        super()._open(shared, progress, batches)
         progress.loss.use_common_unit()
 
     def _agree_on_number(self, progress: AccumulationState) -> int:

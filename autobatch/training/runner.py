@@ -3,10 +3,11 @@
 1. Record everything that the step may change.
 2. Cut the batch into micro-batches; run forward and backward of each.
 3. If memory runs out, restore the record, choose a smaller size, and go back to 2 with all samples.
-4. Make the gradient that of the whole batch, and of all ranks.
-5. Prepare the update: the last part that can fail.
-6. Commit: drop the record. Nothing is undone from here on.
-7. Step the optimizer, once.
+4. With several ranks: do what can fail on one of them alone, then agree that all make the step.
+5. Make the gradient that of the whole batch, and of all ranks.
+6. Prepare the update.
+7. Commit: drop the record. Nothing is undone from here on.
+8. Step the optimizer, once.
 
 Invariants, asserted by the tests:
 
@@ -33,9 +34,8 @@ from autobatch.batch.samples import Layout
 from autobatch.distributed.ranks import all_or_none, find_ranks, take_module
 from autobatch.distributed.sharded.step import ShardedStep, begin_step
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
+from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.events import Hook
-from autobatch.events.runner_events import RankStep
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.memory.device import Device
@@ -60,7 +60,7 @@ from autobatch.training.given_backward import Backward
 from autobatch.training.misuse import SteppedObjects, StepSizes
 from autobatch.training.step_events import StepEvents, check_hooks
 from autobatch.training.step_memory import StepMemory
-from autobatch.training.update import Update, check_options
+from autobatch.training.update import Update, check_options, explain_no_retry
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
@@ -76,6 +76,9 @@ class StepRunner:
 
     _is_in_users_loop: ClassVar[bool] = True
     """Whether the user's own loop calls it; a framework's loop decides sizes and schedules for its user."""
+
+    _calls_between: ClassVar[bool] = False
+    """Whether the user's functions run between the sum of the gradients and the update, and may fail on one rank."""
 
     def __init__(
         self,
@@ -169,6 +172,7 @@ class StepRunner:
             self._memory = StepMemory(plan, self._workload, self._device, self._division, self._events)
             self._has_reported_gradients, self._is_running, self._samples = False, False, 0
             if self._ranks is not None:
+                self._ranks.by_term = None if weigh is not None else False
                 named = {"scaler": scaler, "schedulers": schedulers, "backward": backward}
                 gathered.append(describe_binding(plan, self._workload, self._device, max_grad_norm, **named))
         refuse_unlike_bindings(gathered, self._ranks)
@@ -191,9 +195,6 @@ class StepRunner:
             buckets = () if self._ranks is None else self._ranks.reduction.buckets()
             with self._memory.limit(self.steps, layouts, buckets):
                 done = self._run_step(layouts, shared, update=update)
-            ranks = () if shared is None else self._end(shared, done)
-            if shared is not None and done is not None:
-                self.steps += 1
         except BaseException as error:
             if shared is not None:
                 shared.fail(error)
@@ -207,7 +208,7 @@ class StepRunner:
         self._stepped.note(is_ours=update and self._is_in_users_loop)
         if done is None:
             return self._skip(layouts, started)
-        return self._report(self.steps - 1, done, shared, ranks, started, update=update)
+        return self._report(self.steps - 1, done, shared, started, update=update)
 
     def _run_step(
         self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
@@ -225,6 +226,7 @@ class StepRunner:
     ) -> AccumulationState | None:
         """Run one step: all of it, or nothing happened. ``None``: no sample counts, so that a mean has no value."""
         accumulation, pace, handled = self._accumulation, self._memory.pace, sys.exc_info()[1]
+        applied = self._update if update else None
         undo = accumulation.record()  # before anything moves
         try:
             if undo.gradients.are_there:
@@ -235,13 +237,17 @@ class StepRunner:
                 # Only now, after the ``except`` block in attempt(), has the traceback let go of the step's tensors.
                 undo.restart()
                 accumulation.cut_again(progress, self._memory.after_shortage(self.steps, shortage))
+            while not self._agree(progress, undo, shared, applied):
+                pass  # another rank has gradients that this one lacked: now it has zeros, and makes room for them
             accumulation.complete(progress, undo, shared)
             if progress.loss.value is not None:
-                self._finish(undo, shared, update=update)
+                self._finish(undo, shared, applied)
                 return progress
         except BaseException as error:
             if undo.is_released:  # the commit was made
                 raise
+            if applied is not None:
+                applied.cancel()
             self._memory.pace = pace  # a step that was undone does not count
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
                 accumulation.undo(undo)
@@ -252,33 +258,57 @@ class StepRunner:
             return None
         accumulation.undo(undo)
         self._device.reclaim()
-        raise DoesNotFit(
+        raise self._explain_shortage(shared, reason)
+
+    def _explain_shortage(self, shared: SharedStep | None, reason: str) -> AutobatchError:
+        """Return the error of a step that ran out of memory after its micro-batches, and was undone."""
+        if shared is not None and shared.is_agreed:
+            return CannotRetry(
+                f"ran out of memory after the ranks had agreed on the update ({reason}): this rank's parameters lack "
+                f"it, {explain_no_retry(self.steps, self.plan)}"
+            )
+        return DoesNotFit(
             f"ran out of memory after the last backward pass, before the update ({reason}); the step was undone: free "
             f"memory or pass more headroom="
         )
 
-    def _finish(self, undo: Undo, shared: SharedStep | None, *, update: bool) -> None:
+    def _agree(
+        self, progress: AccumulationState, undo: Undo, shared: SharedStep | None, applied: Update | None
+    ) -> bool:
+        """Let all ranks make the step, or none, after what can fail on one of them alone; see ``SharedStep.agree``."""
+        if shared is None:
+            return True
+        self._make_room(applied)
+        return self._accumulation.agree(progress, undo, shared, self._memory.read_peaks())
+
+    def _make_room(self, applied: Update | None) -> None:
+        if applied is not None:
+            summed = self._accumulation.summed()
+            self._memory.check_update(summed)
+            applied.make_state(summed)
+
+    def _finish(self, undo: Undo, shared: SharedStep | None, applied: Update | None) -> None:
         """Commit: up to here all can be undone, from here on nothing is. Then step the optimizer, once."""
-        applied = self._update if update else None
         gradients = undo.gradients if applied is None else None  # an update lets go of earlier gradients
-        try:
+        if shared is None:
+            self._make_room(applied)
+        if applied is not None:
+            applied.prepare()
+        if shared is not None:
+            shared.settle()
+        with deferred_interrupts():  # Ctrl-C finds a step that is undone, or one that is made and counted
+            self._accumulation.commit(undo)
+            if gradients is not None:
+                gradients.settle()
             if applied is not None:
-                self._memory.check_update()
-                applied.prepare()  # optimizer state, unscaling, clipping: the last that can fail on one rank alone
-            if shared is not None:
-                shared.agree()
-            with deferred_interrupts():  # Ctrl-C finds a step that is undone, or one that is made and counted
-                self._accumulation.commit(undo)
-                if gradients is not None:
-                    gradients.settle()
-                if applied is not None:
-                    self._make_update(applied)
-                if shared is None:  # ranks count a step when all have said that they made it
-                    self.steps += 1
-        except BaseException:
-            if applied is not None and not undo.is_released:
-                applied.cancel()
-            raise
+                applied.keep()
+                self._make_update(applied)
+            self._count(shared)
+
+    def _count(self, shared: SharedStep | None) -> None:
+        self.steps += 1
+        if shared is not None:
+            shared.finish()
 
     def _make_update(self, update: Update) -> None:
         try:
@@ -291,7 +321,6 @@ class StepRunner:
         step: int,
         done: AccumulationState,
         shared: SharedStep | None,
-        ranks: tuple[RankStep, ...],
         started: float,
         *,
         update: bool,
@@ -306,7 +335,7 @@ class StepRunner:
             peak_bytes=self._memory.peak_bytes,
             seconds=time.perf_counter() - started,
             aux=tuple(done.aux),
-            ranks=ranks,
+            ranks=() if shared is None else shared.ranks,
             gradient_norm=self._read_norm(shared) if update and self._max_grad_norm is not None else None,
             samples=() if self._division in (cut_apart, cut_joined) else number_rows(done.groups, done.micro_batches),
         )
@@ -328,14 +357,9 @@ class StepRunner:
     def _begin_shared(self, *, update: bool) -> SharedStep | None:
         if self._ranks is None:
             return None
-        if not update:
-            return begin_step(self._ranks, self.steps, "accumulate", None, None)
-        return begin_step(self._ranks, self.steps, "step", self._workload.optimizer, self._max_grad_norm)
-
-    def _end(self, shared: SharedStep, done: AccumulationState | None) -> tuple[RankStep, ...]:
-        sizes, retries = (done.micro_batch_sizes, done.retries) if done else ((), 0)
-        peaks = {"peak_bytes": self._memory.peak_bytes, "held_bytes": self._memory.held_bytes}
-        return shared.end(micro_batch_size=max(sizes, default=0), retries=retries, **peaks)
+        given = {"optimizer": self._workload.optimizer, "max_grad_norm": self._max_grad_norm} if update else {}
+        name = f"{'step' if update else 'accumulate'} {self.steps}"
+        return begin_step(self._ranks, name, meets_again=self._calls_between, **given)
 
     def _read_norm(self, shared: SharedStep | None) -> torch.Tensor | None:
         source = shared if isinstance(shared, ShardedStep) else self._update

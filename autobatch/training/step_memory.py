@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -30,6 +30,8 @@ from autobatch.training.accumulation_state import Shortage
 from autobatch.training.step_events import StepEvents
 
 _LOG = logging.getLogger("autobatch")
+
+_WIDE_BYTES = 4  # of a number in float32
 
 _FIRST_STEPS = 2
 """Number of steps, from the start or from a loaded state, in which a CPU's default budget is enforced.
@@ -104,15 +106,22 @@ class StepMemory:
         self._device.reclaim()
         return self.pace.before_step(*self._free.read())
 
+    def read_peaks(self) -> dict[str, int]:
+        """Return the peaks of the step so far, or of the last one that was measured."""
+        if self._free.is_counted:
+            usage = self._device.usage()
+            self.peak_bytes, self.held_bytes = usage.peak_allocated, usage.peak_reserved
+        return {"peak_bytes": self.peak_bytes, "held_bytes": self.held_bytes}
+
     def begin(self, smallest: int) -> int:
         """Return the size with which a step begins, of at least so many samples."""
         if smallest > self.pace.smallest:  # of sharded parameters all ranks learn it inside a step
             self.pace = replace(self.pace, smallest=smallest)
         return self.pace.size
 
-    def check_update(self) -> None:
-        """Refuse an update that does not fit, while the step can still be undone."""
-        self._free.check_update()
+    def check_update(self, summed: Collection[torch.Tensor] = ()) -> None:
+        """Refuse an update that does not fit, while the step can still be undone; see ``Update.make_state``."""
+        self._free.check_update(_WIDE_BYTES * sum(parameter.numel() for parameter in summed))
 
     def after_shortage(self, step: int, shortage: Shortage) -> int:
         self._device.reclaim()
@@ -169,10 +178,11 @@ class _FreeMemory:
         most = budget - max(used - expected, 0)
         return max(most, 0), max(most - self.plan.headroom_bytes, 0)
 
-    def check_update(self) -> None:
+    def check_update(self, to_be_freed: int) -> None:
         """Raise DoesNotFit if the update does not fit even without caches, while the step can still be undone.
 
-        The trials measured it. If the optimizer trains more parameters now, it needs more in proportion.
+        ``to_be_freed`` is what sums of gradients in float32 take until then. The trials measured the update. If the
+        optimizer trains more parameters now, it needs more in proportion.
         """
         trained, planned = self.workload.count_trained(), self.plan.trained
         has_grown = 0 < planned < trained
@@ -188,6 +198,7 @@ class _FreeMemory:
             return
         growth = trained / planned if has_grown else 1.0
         need = int(self._of_update * growth) - self._gradient_bytes() + self._missing_state(growth)
+        need -= to_be_freed
         used, budget = self._reading()
         if used + need > budget:
             self.device.reclaim()

@@ -1,9 +1,10 @@
 """Makes the update: one optimizer step on a finished gradient.
 
-1. ``prepare`` does what may fail and can be undone: optimizer state, unscaling, clipping. Torch's own optimizers make
-   their state with the first gradients, before the step; SGD copies the first gradient, so SGD makes it in the step.
-2. ``cancel`` undoes it.
-3. ``apply`` steps optimizers, scaler and schedulers. Once it has begun, parameters may have moved.
+1. ``make_state`` makes the optimizer's state. Torch's own optimizers make it with the first gradients, before the step;
+   SGD copies the first gradient, so SGD makes it in the step.
+2. ``prepare`` unscales and clips the gradients.
+3. ``cancel`` undoes both, until ``keep``.
+4. ``apply`` steps optimizers, scaler and schedulers. Once it has begun, parameters may have moved.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 import logging
 import numbers
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -27,6 +28,7 @@ from autobatch._wrappers import SeveralOptimizers, members_of, state_of, unwrap_
 from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
+from autobatch.undo.gradients import gradient_dtype
 
 _LOG = logging.getLogger("autobatch")
 
@@ -68,21 +70,31 @@ class Update:
     def __post_init__(self) -> None:
         self._inner = unwrap_optimizer([*self.optimizers])
 
-    def prepare(self) -> None:
-        """Do what may fail before the optimizer's step: make its state, unscale and clip the gradients.
+    def make_state(self, summed: Collection[torch.Tensor] = ()) -> None:
+        """Make the optimizer's state, also of parameters whose gradients are still sums beside ``.grad``."""
+        for parameter in summed:  # of one number's memory
+            zero = torch.zeros((), dtype=gradient_dtype(parameter), device=parameter.device)
+            parameter.grad = zero.expand_as(parameter)
+        try:
+            self._made += make_state(self._inner)
+        finally:
+            for parameter in summed:
+                parameter.grad = None
 
-        An error leaves everything but ``.grad`` as it was.
-        """
+    def prepare(self) -> None:
+        """Unscale and clip the gradients. An error leaves everything but ``.grad`` as it was."""
         self._entries = [] if self.scaler is None else [_read_entry(self.scaler, one) for one in self.optimizers]
-        self._made = []
-        self._made = make_state(self._inner)
         self._scale = self._scale_and_clip() if self.scaler is not None or self.max_grad_norm is not None else 0.0
+
+    def keep(self) -> None:
+        """Keep what was made: it is not undone from here on."""
+        self._made, self._entries = [], []
 
     def cancel(self) -> None:
         forget_state(self._inner, self._made)
         for optimizer, entry in zip(self.optimizers, self._entries, strict=False):
             _write_entry(self.scaler, optimizer, entry)
-        self._made, self._entries = [], []
+        self.keep()
 
     def apply(self, step: int) -> None:
         """Step the optimizers, then the scaler and the schedulers."""
@@ -101,7 +113,6 @@ class Update:
                 raise
             reason = describe_error(error, handled=handled)
         finally:
-            self._made, self._entries = [], []
             # An autocast block around the whole loop caches casts of weights that have moved.
             torch.clear_autocast_cache()
         if reason is not None:

@@ -8,6 +8,9 @@ The rule of exactness: each term of a step's loss is (sum of losses over all mic
    divided by a power of two near it, which rounds nothing. Before the update the gradients are multiplied by
    power / total. This needs one denominator for all terms, as their gradients cannot be separated once they are added.
 3. Losses in bfloat16 or float16 with one denominator go the same way: their gradients would round the factor.
+4. One of several ranks does not know the total of all before they sum their gradients. It divides by what it expects,
+   and its part of the sum is multiplied by expected / total: by 1 in a step of the whole target. Only terms with
+   denominators of their own, and sharded parameters, need the totals of all ranks before.
 """
 
 from __future__ import annotations
@@ -41,13 +44,14 @@ class StepLoss:
     """The loss of one step: its denominators, known before the first micro-batch, and its running sum.
 
     Attributes:
-        weights: Total of each term over all ranks; the name ``""`` means every term.
-        samples: Samples of all micro-batches, of all ranks.
+        weights: Total of each term over all ranks, or what is expected of it; the name ``""`` means every term.
+        samples: Samples of all micro-batches, of all ranks, or what is expected of them.
         are_exact: Whether the totals are the same however the samples are divided: sums of whole numbers are, up to
             2^24 also where ``weigh`` counts in float32; sums of class weights differ in their last bits.
         value: The sum of the divided losses so far; at the end the mean over all samples.
         counted: The sum of the counts of losses that were divided by ``unit``.
-        unit: Divisor of losses whose total is not known before; ``None`` if it is.
+        unit: Divisor of losses whose total is not known before; ``None`` if it is, or is expected.
+        expected: This rank's own total where losses are divided by an expected one; ``None`` where they are not.
         common_unit: Unit of every rank, for gradients that are summed before they are corrected; ``None``: each
             chooses its own.
     """
@@ -63,6 +67,7 @@ class StepLoss:
         self._weighed, self._per_sample, self._is_scaled = weighed, counted_per_sample, is_scaled
         self._is_shared = False
         self.common_unit: float | None = None
+        self.expected: float | None = None
         self.count_again(micro_batches)
         self.restart()
 
@@ -85,6 +90,23 @@ class StepLoss:
     def share(self, weights: Mapping[str, float], samples: int) -> None:
         """Divide by the totals of all ranks, however often this rank's samples are cut again."""
         self.weights, self.samples, self._is_shared = weights, samples, True
+
+    def expect(self, share: int, target: int) -> None:
+        """Divide by the total that all ranks have if each has so much of its share of the target as this one.
+
+        With a full share that is the target. It depends on this step's samples alone, so that a resumed run has it too.
+        """
+        self.expected = self.weights.get("", 0.0)
+        total = self.expected * target / max(share, 1)
+        is_whole = not self._weighed and self.samples == share
+        self.weights = {"": total if is_whole else _power_of_two_near(total or 1.0)}
+        self.samples, self._is_shared = round(self.samples * target / max(share, 1)), True
+
+    def divisor(self) -> tuple[float, float | None]:
+        """Return this rank's own total and what its losses were divided by; ``None``: by the total of all ranks."""
+        if self.unit is not None or self.expected is None:
+            return self.counted, self.unit
+        return self.expected, self.weights[""]
 
     def use_common_unit(self) -> None:
         """Choose the unit that is the same on every rank with the same totals."""

@@ -498,20 +498,29 @@ class Judge:
     def outcome(self, fault: AbstractContextManager[Any]) -> str:
         """Run one step with the fault in it; returns an outcome, or what is wrong."""
         training = self.training(self.case, **self.options)
-        before, ending = training.state(), ""
+        before = training.state()
+        ending, result = self._attempt(training, fault)
+        # Only now is the traceback gone: in torch 2.8 it keeps the hooks of a checkpoint active that was interrupted.
+        return self._judge(training, before, ending, result)
+
+    def _attempt(self, training: Training, fault: AbstractContextManager[Any]) -> tuple[str, Any]:
+        """How a step with the fault in it ended, if it did not succeed, and its result."""
         try:
             with fault:
-                result = training.runner.step(training.batch)
+                return "", training.runner.step(training.batch)
         except CannotRetry:
-            return "reported"
+            return "reported", None
         except (DoesNotFit, RankFailed):
-            ending = "undone"
+            return "undone", None
         except (torch.OutOfMemoryError, KeyboardInterrupt, ValueError):  # BatchNorm refuses one sample
-            ending = "raised"
+            return "raised", None
         except Exception as error:
-            return f"{type(error).__name__} came out: {error}"
-        # Only now is the traceback gone: in torch 2.8 it keeps the hooks of a checkpoint active that was interrupted.
-        return self._judge_undone(training, before, ending) if ending else self._judge_committed(training, result)
+            return f"{type(error).__name__} came out: {error}", None
+
+    def _judge(self, training: Training, before: dict[str, Any], ending: str, result: Any) -> str:
+        if ending in ("undone", "raised"):
+            return self._judge_undone(training, before, ending)
+        return ending or self._judge_committed(training, result)
 
     def _judge_undone(self, training: Training, before: dict[str, Any], outcome: str) -> str:
         changed = differences(training.state(), before)

@@ -63,6 +63,28 @@ class RankTraining(Training):
 class RankJudge(Judge):
     """Compares with the run in which each rank had used its committed micro-batches from the start."""
 
+    _planned: tuple[int, ...] = ()
+
+    def plan(self) -> None:
+        """Note this rank's micro-batches in an undisturbed step."""
+        training = self.training(self.case, **self.options)
+        self._planned = training.runner.step(training.batch).micro_batch_sizes
+
+    def _judge(self, training: Training, before: dict[str, Any], ending: str, result: Any) -> str:
+        endings = {*_gather(ending)}
+        if not {"reported"} <= endings <= {"reported", ""}:
+            return super()._judge(training, before, ending, result)
+        # One rank failed in the update, which the others have made: all are sent that in their next call.
+        verdict = "reported"
+        if ending:
+            self._commit(self._planned)
+        else:
+            verdict = self._judge_committed(training, result)
+        ending, _ = self._attempt(training, nullcontext())
+        if verdict not in OUTCOMES:
+            return verdict
+        return ending or "the next step was made after an update that one rank lacks"
+
     def _commit(self, sizes: tuple[int, ...]) -> tuple[dict[str, Any], torch.Tensor]:
         key = _gather(sizes)
         if key not in self._committed:
@@ -110,6 +132,7 @@ def prove_on_ranks(
     case = next(case for case in CASES if case.name == name)
     kind, options = ShardedTraining if sharded else RankTraining, {"earlier_steps": earlier_steps}
     judge, tally, wrong = RankJudge(case, kind, **options), Counter[str](), list[str]()
+    judge.plan()
     for failing, places in enumerate(_gather(places_of(case, kind, **options))):
         turn = CASES.index(case) + failing + earlier_steps
         chosen = range(1, len(places) + 1, stride) if stride else choose_positions(places, count, every, turn)

@@ -43,6 +43,8 @@ def reduce_all():
     loss = torch.empty((), dtype=torch.float32)
     loss.grad = torch.tensor(2.0 + rank)
     slots = [GradientSlot(parameter, sums) for parameter, sums, _ in made.values()]
+    for slot in slots:
+        slot.lay_out()
     reduction.reserve([*(parameter for parameter, *_ in made.values()), loss])
     reduction.sum([*slots, GradientSlot(loss, {})], 0.5)
     errors = {}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
+from autobatch.distributed.channel import uninterrupted
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharded.lockstep import Lockstep
 from autobatch.distributed.sharded.model import has_shards
@@ -21,16 +22,23 @@ class ShardedStep(SharedStep):
     gradient_norm: torch.Tensor | None = None  # over all ranks, before clipping
 
     def __init__(
-        self, ranks: Ranks, step: int, action: str, optimizer: Any | None = None, max_grad_norm: float | None = None
+        self,
+        ranks: Ranks,
+        name: str,
+        optimizer: Any | None = None,
+        *,
+        max_grad_norm: float | None = None,
+        meets_again: bool = False,
     ) -> None:
-        """Send nothing before ``open``; gradients are clipped to ``max_grad_norm`` over all ranks."""
-        super().__init__(ranks, step, action, optimizer)
+        """Send nothing yet; gradients are clipped to ``max_grad_norm`` over all ranks."""
+        super().__init__(ranks, name, optimizer, meets_again=meets_again or max_grad_norm is not None)
         assert ranks.lockstep is not None  # noqa: S101 - narrows for mypy
         self.lockstep, self._max_grad_norm = ranks.lockstep, max_grad_norm
 
     def begin(self) -> None:
         """Let all ranks end each pass together, until ``close``."""
         self.lockstep.begin(self._agreement)
+        self._ranks.own_time.start()
 
     def close(self) -> None:
         """Let the model run passes outside a step again."""
@@ -39,7 +47,15 @@ class ShardedStep(SharedStep):
 
     def fail(self, error: BaseException) -> None:
         """Send an error that ended this rank's step to the others, unless they know it."""
+        if self.is_agreed:
+            super().fail(error)
         self.lockstep.abandon(error)
+
+    def find_totals(self, weights: Mapping[str, float], samples: int) -> tuple[Mapping[str, float], int]:
+        """Return the totals of all ranks, which sum gradients in each pass."""
+        if self._totals is None:
+            self._totals = self._exchange_totals(weights, samples)
+        return self._totals
 
     def agree_on_number(self, micro_batches: int) -> int:
         """Return the most micro-batches that any rank has left."""
@@ -47,30 +63,27 @@ class ShardedStep(SharedStep):
         return max(int(values["count"]) for values in gathered)
 
     def sum(
-        self,
-        parameters: Sequence[torch.Tensor],
-        sums: MutableMapping[torch.Tensor, torch.Tensor],
-        *rest: Any,
-        **given: Any,
+        self, parameters: Sequence[torch.Tensor], sums: MutableMapping[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor | None:
         """Sum as ``SharedStep``, after undoing the factor of whole gradients.
 
         Losses were multiplied by the divisor, because torch divides sharded gradients by it in each pass.
         """
-        for parameter in parameters:
-            gradient = sums.get(parameter, parameter.grad)
-            if gradient is not None and parameter.requires_grad and not has_shards(parameter):
-                gradient.div_(self.lockstep.divisor)
-        return super().sum(parameters, sums, *rest, **given)
+        with uninterrupted():
+            for parameter in parameters:
+                gradient = sums.get(parameter, parameter.grad)
+                if gradient is not None and parameter.requires_grad and not has_shards(parameter):
+                    gradient.div_(self.lockstep.divisor)
+        return super().sum(parameters, sums)
 
-    def agree(self) -> None:
-        """Clip, and wait until nothing before the optimizer's step can fail on any rank.
+    def _copy_buffers(self) -> None:
+        """Each rank keeps its own buffers, as with ``fully_shard``."""
 
-        Each rank keeps its own buffers, as with ``fully_shard``.
-        """
-        if self._max_grad_norm is not None:
+    def _meet_again(self) -> None:
+        if self._max_grad_norm is None:
+            super()._meet_again()
+        else:
             self._clip(self._max_grad_norm)
-        self._gather_rates()
 
     def _clip(self, most: float) -> None:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does; its collectives would wait for a rank that fails."""
@@ -85,11 +98,18 @@ class ShardedStep(SharedStep):
                 gradient.mul_(factor)
 
 
-def begin_step(ranks: Ranks, step: int, action: str, optimizer: Any | None, max_grad_norm: float | None) -> SharedStep:
+def begin_step(
+    ranks: Ranks,
+    name: str,
+    optimizer: Any | None = None,
+    *,
+    max_grad_norm: float | None = None,
+    meets_again: bool = False,
+) -> SharedStep:
     """Make this rank's part of a step."""
     if ranks.lockstep is not None:
-        return ShardedStep(ranks, step, action, optimizer, max_grad_norm)
-    return SharedStep(ranks, step, action, optimizer)
+        return ShardedStep(ranks, name, optimizer, max_grad_norm=max_grad_norm, meets_again=meets_again)
+    return SharedStep(ranks, name, optimizer, meets_again=meets_again)
 
 
 def _split_gradients(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

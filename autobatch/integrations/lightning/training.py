@@ -34,7 +34,7 @@ from autobatch.plan import Plan
 from autobatch.result import StepResult
 from autobatch.runner import Runner
 from autobatch.step.workload import Workload
-from autobatch.training.update import explain_no_retry, forget_state, make_state
+from autobatch.training.update import Update, explain_no_retry
 from autobatch.undo.undo import Undo
 
 _log = logging.getLogger("autobatch")
@@ -290,6 +290,7 @@ class LightningRunner(Runner):
     """A Runner whose update ``apply`` makes; it calls its argument right before the parameters move."""
 
     _is_in_users_loop = False
+    _calls_between = True  # Lightning's hooks before the optimizer's step
 
     def __init__(self, apply: Callable[[Callable[[], None]], None], *arguments: Any, **named: Any) -> None:
         """Bind a plan to a module; the other arguments are Runner's."""
@@ -305,32 +306,32 @@ class LightningRunner(Runner):
             parameter.grad = gradient
         self._gradients = []
 
-    def _finish(self, undo: Undo, shared: SharedStep | None, *, update: bool) -> None:
+    def _finish(self, undo: Undo, shared: SharedStep | None, applied: Update | None) -> None:
         """Let Lightning make the update, and commit right before its parameters move."""
         self.ended_early = False
-        self._memory.check_update()
         optimizer: Any = self._workload.optimizer
         handled, reason = sys.exc_info()[1], None
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        made = make_state(optimizer)
+        if shared is None:
+            self._make_room(applied)
 
         def commit() -> None:
             if undo.is_released:
                 return
             gradients = [(parameter, parameter.grad) for parameter in held if parameter.grad is not None]
             if shared is not None:
-                shared.agree()
+                shared.settle()
             self._accumulation.commit(undo)
             self._gradients = gradients
+            if applied is not None:
+                applied.keep()
 
         try:
             self._apply(commit)
             commit()  # an ``optimizer_step`` of the user may leave the optimizer's step out
         except BaseException as error:
             is_short = isinstance(error, Exception) and is_oom(error, handled=handled)
-            if not undo.is_released:
-                self.ended_early = is_short
-                forget_state(optimizer, made)
+            self.ended_early = is_short and not undo.is_released
             if not undo.is_released or not is_short:
                 raise
             reason = describe_error(error, handled=handled)
@@ -342,8 +343,7 @@ class LightningRunner(Runner):
                 f"ran out of memory inside the optimizer's step ({reason}): parameters may have moved, "
                 f"{explain_no_retry(self.steps, self.plan)}"
             )
-        if shared is None:  # ranks count a step when all have said that they made it
-            self.steps += 1
+        self._count(shared)
 
 
 def refuse_accumulation(trainer: Any, module: Any) -> None:
