@@ -13,6 +13,7 @@ import torch
 from autobatch.distributed.data_parallel import refuse_sharded_optimizer
 from autobatch.distributed.ranks import Ranks, all_or_none, describe_parameters, refuse_differences
 from autobatch.distributed.reduction import make_loss
+from autobatch.distributed.sharded import ShardedRanks
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.planning.division import Share, share_target
@@ -33,12 +34,11 @@ class SharedTrials:
 
     def __init__(self, ranks: Ranks | None) -> None:
         """``None``: this process trains alone."""
-        self._ranks, self._lockstep = ranks, None if ranks is None else ranks.lockstep
-        self.are_shared = self._lockstep is not None
+        self._ranks, self.are_shared = ranks, isinstance(ranks, ShardedRanks)
 
     def block(self) -> AbstractContextManager[None]:
         """Block of a trial with passes; it raises DoesNotFit if another rank runs out of memory."""
-        return nullcontext() if self._lockstep is None else self._lockstep.block("trial")
+        return self._ranks.passes.block("trial") if isinstance(self._ranks, ShardedRanks) else nullcontext()
 
     def agree(self, trial: Trial) -> Trial:
         """Return the trial as the worst rank has measured it."""

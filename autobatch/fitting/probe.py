@@ -24,7 +24,7 @@ from autobatch._user_errors import contextmanager, note_where
 from autobatch.batch.samples import Layout
 from autobatch.batch.tree import count_bytes, map_tensors, tensors_of
 from autobatch.distributed.division import SharedTrials
-from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
+from autobatch.distributed.sharded import gathered_tensors, is_tried, unsharded_parameters
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
@@ -121,6 +121,7 @@ class Probe:
         """Drop gradients, so that the first attempt begins like the later ones."""
         # Writes of compiled code are not recorded in trials, since it would run eagerly.
         self._is_compiled = is_compiled(self.workload.model, self.workload.step)
+        self._sees_all = is_tried() or not self.shared.are_shared  # else torch's own tensors look like the step's
         self.savings = find_savings(self.workload.model)
         self.state.drop_gradients()
 
@@ -174,7 +175,7 @@ class Probe:
         """
         if not self.workload.model.training:  # restored so; in a model in train mode single layers may be in eval mode
             self.workload.model.train()
-        reason, handled = None, sys.exc_info()[1]
+        reason, handled, records = None, sys.exc_info()[1], records and self._sees_all
         try:
             with (
                 self.shared.block(),
@@ -266,10 +267,10 @@ class Probe:
             self.workload.around(run, weigh=None),
             self.device,
             in_float32=self.in_float32,
-            leaves_are_known=self._leaves_are_known,
+            leaves_are_known=self._leaves_are_known or not self._sees_all,
             stand_ins=partial(unsharded_parameters, self.workload.model),
             written=self._written,
-            records=not self._is_warm,
+            records=not self._is_warm and self._sees_all,
             watched=self._to_watch,
             stands_for=-(-self.target // size) if self.target > size else 0,
         )

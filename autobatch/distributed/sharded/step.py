@@ -8,43 +8,52 @@ from typing import Any
 
 import torch
 
-from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.sharded.lockstep import Lockstep
-from autobatch.distributed.sharded.model import has_shards
+from autobatch.distributed.sharded.passes import Passes
+from autobatch.distributed.sharded.ranks import ShardedRanks
 from autobatch.distributed.shared_step import SharedStep
+from autobatch.records import IN_EACH, SUMMINGS, Summing
+from autobatch.torch_internals.storages import has_shards
 
 
 class ShardedStep(SharedStep):
     """One step, on every rank, of a model with sharded parameters."""
 
-    lockstep: Lockstep
+    passes: Passes
+    summing: Summing = IN_EACH  # what this rank has memory for
     gradient_norm: torch.Tensor | None = None  # over all ranks, before clipping
 
     def __init__(
-        self, ranks: Ranks, step: int, action: str, optimizer: Any | None = None, max_grad_norm: float | None = None
+        self,
+        ranks: ShardedRanks,
+        step: int,
+        action: str,
+        optimizer: Any | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         """Send nothing before ``open``; gradients are clipped to ``max_grad_norm`` over all ranks."""
         super().__init__(ranks, step, action, optimizer)
-        assert ranks.lockstep is not None  # noqa: S101 - narrows for mypy
-        self.lockstep, self._max_grad_norm = ranks.lockstep, max_grad_norm
+        self.passes, self._max_grad_norm = ranks.passes, max_grad_norm
 
     def begin(self) -> None:
         """Let all ranks end each pass together, until ``close``."""
-        self.lockstep.begin(self._agreement)
+        self.passes.begin(self._agreement)
 
     def close(self) -> None:
         """Let the model run passes outside a step again."""
-        self.lockstep.leave()
+        self.passes.leave()
         super().close()
 
     def fail(self, error: BaseException) -> None:
         """Send an error that ended this rank's step to the others, unless they know it."""
-        self.lockstep.abandon(error)
+        self.passes.abandon(error)
 
     def agree_on_number(self, micro_batches: int) -> int:
-        """Return the most micro-batches that any rank has left."""
-        gathered = self._agreement.gather("micro-batches", count=micro_batches)
-        return max(int(values["count"]) for values in gathered)
+        """Return the most micro-batches that any rank has left; gradients are summed as every rank has memory for."""
+        own = SUMMINGS.index(min(self.summing, self.passes.most, key=SUMMINGS.index))
+        gathered = self._agreement.gather("micro-batches", count=micro_batches, summing=own)
+        number = max(int(values["count"]) for values in gathered)
+        self.passes.expect(number, SUMMINGS[min(values["summing"] for values in gathered)])
+        return number
 
     def sum(
         self,
@@ -60,7 +69,7 @@ class ShardedStep(SharedStep):
         for parameter in parameters:
             gradient = sums.get(parameter, parameter.grad)
             if gradient is not None and parameter.requires_grad and not has_shards(parameter):
-                gradient.div_(self.lockstep.divisor)
+                gradient.div_(self.passes.divisor)
         return super().sum(parameters, sums, *rest, **given)
 
     def agree(self) -> None:
@@ -83,13 +92,6 @@ class ShardedStep(SharedStep):
         if not factor >= 1:  # not "<", which is false for nan
             for gradient in (*parts, *whole):
                 gradient.mul_(factor)
-
-
-def begin_step(ranks: Ranks, step: int, action: str, optimizer: Any | None, max_grad_norm: float | None) -> SharedStep:
-    """Make this rank's part of a step."""
-    if ranks.lockstep is not None:
-        return ShardedStep(ranks, step, action, optimizer, max_grad_norm)
-    return SharedStep(ranks, step, action, optimizer)
 
 
 def _split_gradients(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
