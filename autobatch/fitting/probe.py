@@ -29,7 +29,7 @@ from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.planning.next_trial import FIRST_SIZE
-from autobatch.records import MemoryUsage, Phase, Saving, Trial
+from autobatch.records import IN_EACH, MemoryUsage, Phase, Saving, Summing, Trial
 from autobatch.step.model_info import find_savings, is_compiled, watch_savings
 from autobatch.step.workload import Workload, read_output
 from autobatch.torch_internals.storages import bytes_of
@@ -104,6 +104,7 @@ class Probe:
     in_float32: bool = True  # as in Accumulation
     target: int = 0  # samples in a step, of which a trial runs two micro-batches; 0: no more than those
     shared: SharedTrials = field(default_factory=lambda: SharedTrials(None))  # trials of the other ranks
+    summing: Summing = IN_EACH  # of gradients of sharded parameters
     errors: dict[int, str] = field(default_factory=dict)  # for each size that ran out of memory, the first line
     state_bytes: int = 0  # the most that the optimizer's state has taken
     trained: int = 0  # numbers that the optimizer has moved, also those of lazy modules
@@ -249,9 +250,11 @@ class Probe:
 
     def _accumulate(self, batches: Sequence[Layout], size: int) -> AccumulationState:
         passes_left = len(batches)
+        self.shared.expect(passes_left, self.summing)
 
         def run(model: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
             nonlocal passes_left
+            self.shared.begin_micro_batch()
             self._now.phase = "forward"
             terms, aux = read_output(self.workload.step(model, samples))  # not call_step, which runs this function
             if not self._leaves_are_known:

@@ -1,4 +1,4 @@
-"""Decides how often gradients of sharded parameters are summed in a step, from the free memory and the last shortage.
+"""Decides how often gradients of sharded parameters are summed in a step, from trials, free memory and shortages.
 
 1. A step sums as rarely as the plan says, if the curve and the trials say that this fits beside its micro-batches.
 2. If memory ran out, the step is run again with sums in each micro-batch, and so are the next steps: 20, 40, 80, ...
@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 
 from autobatch.planning.pacing import CLEAN_STEPS, LONGEST_WAIT
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.records import IN_EACH, SUMMINGS, Summing
+from autobatch.records import IN_EACH, SUMMINGS, Summing, Trial
+
+_NO_SLOWER = 1.02  # a measured time up to so many times another one says nothing
 
 
 @dataclass(frozen=True)
@@ -46,3 +48,13 @@ class SummingPace:
     def after_step(self) -> SummingPace:
         """Count a finished step."""
         return replace(self, left=self.left - 1) if self.left else self
+
+
+def choose_summing(trials: Mapping[Summing, Trial]) -> Summing:
+    """Choose by trials of one size: the rarest sums that fit and are no slower than others that take less memory."""
+    chosen = IN_EACH
+    for summing in SUMMINGS[1:]:
+        if summing in trials and trials[summing].outcome == "fits":
+            slowest = trials[chosen].seconds * (_NO_SLOWER if chosen == IN_EACH else 1 / _NO_SLOWER)
+            chosen = summing if trials[summing].seconds <= slowest else chosen
+    return chosen

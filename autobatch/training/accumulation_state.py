@@ -17,13 +17,13 @@ from autobatch.training.weights import StepLoss
 class Shortage:
     """A micro-batch that ran out of memory."""
 
-    failed_size: int  # samples in it; 0: another rank ran out of memory, or the same size is run again
+    failed_size: int  # samples in it; 0: another rank ran out of memory
     reason: str  # the error's first line
     least_size: int = 1  # the smallest size into which the samples can be divided for this model
     ended_in: Phase = "forward"
     # The least ``largest`` that cuts batches into such a micro-batch: ``failed_size``, but for samples by length.
     failed_scale: int = 0
-    has_held_sums: bool = False  # whether gradients were held to be summed once
+    has_held_sums: bool = False  # gradients were held to be summed once: then the same sizes are run again
 
 
 @dataclass

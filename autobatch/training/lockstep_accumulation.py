@@ -29,6 +29,7 @@ from autobatch.distributed.sharded import (
     find_reached,
     gathered_tensors,
     is_tried,
+    keeping_parameters,
     run_zero_backward,
     unsharded_parameters,
 )
@@ -165,7 +166,7 @@ class LockstepAccumulation(Accumulation):
         """Run the same micro-batches again, and hold no gradients between them: that may be enough."""
         assert self._shared is not None  # noqa: S101 - narrows for mypy
         self._shared.summing = IN_EACH
-        return replace(shortage, failed_size=0, has_held_sums=True)
+        return replace(shortage, has_held_sums=True)
 
     def _forget_graph(self) -> None:
         self._outputs, self._losses = (), {}
@@ -266,7 +267,8 @@ class LockstepAccumulation(Accumulation):
         self._call_step(self._take(micro_batch))
         run_zero_backward(self._find_counted(progress))
         self._forget_graph()
-        here.restore()
+        with keeping_parameters(self.workload.model):
+            here.restore()
 
     def cut_again(self, progress: AccumulationState, largest: int) -> None:
         """Cut smaller micro-batches after a shortage on this rank; else the same, or larger ones for the model."""

@@ -126,16 +126,11 @@ class StepMemory:
 
     def after_shortage(self, step: int, shortage: Shortage) -> int:
         self._device.reclaim()
+        if not shortage.failed_size:  # another rank ran out of memory
+            return self.pace.size
         if shortage.has_held_sums:
             self._summing = self._summing.after_shortage()
-            _LOG.warning(
-                "step %d ran out of memory while gradients were held to be summed once; it runs again, and they are "
-                "summed in each micro-batch for %d steps; %s",
-                step,
-                self._summing.left,
-                shortage.reason,
-            )
-        if not shortage.failed_size:
+            self._events.report_retry(step, shortage, self.pace.size, self._device.usage().allocated)
             return self.pace.size
         used, least = self._device.usage().allocated, max(shortage.least_size, self.pace.smallest)
         if shortage.failed_size <= least:

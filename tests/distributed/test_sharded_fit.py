@@ -15,6 +15,7 @@ from workloads import bits_of, differences
 
 import autobatch
 from autobatch.errors import AutobatchError
+from autobatch.records import IN_EACH, SUMMINGS
 
 pytestmark = needs_sharding
 
@@ -27,6 +28,13 @@ class Wide(nn.Sequential):
 
     def __init__(self):
         super().__init__(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4))
+
+
+class Tall(nn.Sequential):
+    """Many layers, so that all their gradients are much more than those of one layer."""
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(64, 64) for _ in range(24)), nn.Linear(64, 4))
 
 
 def mean_step(model, batch):
@@ -104,6 +112,31 @@ def refuse_all():
     return {name: fail(lambda model=model: fit(model)) for name, model in models.items()}
 
 
+def fit_with_memory():
+    """Plans and steps with memory for held gradients, and with too little of it: what is planned, and what is run."""
+    model = shard(Tall())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"optimizer": optimizer, "target_batch": 512, "max_micro_batch": 64, "headroom": 0}
+    roomy = fit(model, budget="256MiB", **options)
+    least, more = (roomy.summing_trials[summing].peak_reserved for summing in SUMMINGS[:2])
+    tight = (least + more) // 2
+    plans = {
+        "roomy": roomy,
+        "tight": fit(model, budget=tight, **options),
+        "objective": fit(model, budget="256MiB", objective="memory", **options),
+        "less later": roomy.model_copy(update={"budget_bytes": tight}),
+    }
+    found = {}
+    for name, plan in plans.items():
+        runner = autobatch.Runner(plan, model, mean_step, optimizer)
+        results = [runner.accumulate(make_data(256)) for _ in range(2)]
+        model.zero_grad()
+        ran = runner._ranks.passes.summing
+        within = all(result.peak_bytes <= plan.budget_bytes for result in results)
+        found[name] = plan.summing, ran, within, sum(result.retries for result in results), plan.explain()
+    return found
+
+
 def fit_all():
     rank, found = dist.get_rank(), {}
     torch.manual_seed(0)
@@ -117,6 +150,7 @@ def fit_all():
     found["given"] = describe(fit(model, optimizer=optimizer, share=[3097, 1000]))
     found["short"] = describe(fit(model, optimizer=optimizer, budget="18MiB" if rank else BUDGET))
     found["nothing fits"] = fail(lambda: fit(model, optimizer=optimizer, budget="4MiB" if rank else BUDGET))
+    found["sums"] = fit_with_memory()
     found["speed"] = fail(lambda: fit(model, share="speed"))
     found["strict"] = fail(lambda: fit(model, check="raise", max_micro_batch=100))
     for name, step in (("an error", failing_step), ("an error beside a shortage", short_or_failing_step)):
@@ -177,6 +211,21 @@ def test_shares_may_be_given():
 def test_the_plan_is_what_the_runner_needs():
     """No retry in its first steps, each within the budget."""
     assert results_of("steps") == [[(0, True)] * 4] * 2
+
+
+def test_gradients_are_held_where_there_is_memory_for_them():
+    """By trials of the size, on every rank; and at run time not where less is free, before anything fails."""
+    first, second = results_of("sums")
+    assert [first[name][:2] for name in first] == [second[name][:2] for name in second]
+    assert {within for *_, within, _, _ in first.values()} == {True}
+    assert {retries for *_, retries, _ in first.values()} == {0}
+    planned, ran, *_, explained = first["roomy"]
+    assert planned == ran != IN_EACH
+    assert f"Ranks sum them {planned}: two micro-batches took " in explained
+    assert first["tight"][:2] == (IN_EACH, IN_EACH)
+    assert "Ranks sum them in each micro-batch: sums once a step do not fit." in first["tight"][-1]
+    assert first["objective"][:2] == (IN_EACH, IN_EACH)
+    assert first["less later"][:2] == (planned, IN_EACH)
 
 
 def test_it_leaves_no_trace_on_any_rank():

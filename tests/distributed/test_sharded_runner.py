@@ -1,5 +1,6 @@
 """A step with sharded parameters is the step of one process with the whole target, in float64 to rounding."""
 
+import itertools
 from functools import cache
 
 import pytest
@@ -16,7 +17,7 @@ from builders.rank_losses import (
     weighted_classes,
 )
 from builders.ranks import run_ranks, values_of
-from sampling import sample
+from sampling import IN_PROOF, sample
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.nn import functional as F
@@ -25,6 +26,7 @@ from workloads import Plain, make_batch, mean_step
 
 import autobatch
 from autobatch.planning.division import spread
+from autobatch.records import IN_EACH, SUMMINGS
 from autobatch.testing import FakeDevice
 
 pytestmark = needs_sharding
@@ -138,6 +140,14 @@ def divisions_of(name, size):
     return sample(DIVISIONS[size][first:] + DIVISIONS[size][:first], 4)
 
 
+def choose_pairs(name, size):
+    """Divisions, and how often gradients are summed: all pairs in ``make proof``; else by turns, from case to case."""
+    divisions, first = divisions_of(name, size), [*CASES].index(name)
+    if IN_PROOF:
+        return [*itertools.product(divisions, SUMMINGS)]
+    return [(division, SUMMINGS[(first + turn) % 3]) for turn, division in enumerate((*divisions, divisions[0]))]
+
+
 def whole_step(name):
     _, _, step, make_model, _ = CASES[name]
     torch.manual_seed(0)
@@ -159,7 +169,7 @@ def error_of(found, expected):
     )
 
 
-def make_runner(name, **options):
+def make_runner(name, summing=IN_EACH, **options):
     step, weigh, _, make_model, shards = CASES[name]
     torch.manual_seed(0)
     model = shard(make_model(), **shards)
@@ -167,7 +177,7 @@ def make_runner(name, **options):
         register_fsdp_forward_method(model, "describe")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     size, rank = dist.get_world_size(), dist.get_rank()
-    plan = make_rank_plans(spread(SAMPLES, size), 3, weighed=weigh is not None, **SMALL)[rank]
+    plan = make_rank_plans(spread(SAMPLES, size), 3, weighed=weigh is not None, summing=summing, **SMALL)[rank]
     device = FakeDevice(lambda n: 10 + n, total_bytes=1000)
     options.setdefault("backward", run_backward if name == "divided before" else None)
     runner = autobatch.Runner(plan, model, step, optimizer, weigh=weigh, device=device, max_grad_norm=NORM, **options)
@@ -179,8 +189,8 @@ def step_on_a_rank(name):
     rank, errors = dist.get_rank(), []
     gradients, weights, loss = whole_step(name)
     whole = make_batch(SAMPLES, torch.float64)
-    for division in divisions_of(name, dist.get_world_size()):
-        model, _, runner = make_runner(name)
+    for division, summing in choose_pairs(name, dist.get_world_size()):
+        model, _, runner = make_runner(name, summing)
         start = sum(division[:rank])
         batch = tuple(part[start : start + division[rank]] for part in whole)
         if 0 in division:  # each rank has run the model once

@@ -5,7 +5,7 @@ This is the door: nothing else in the package is imported from outside.
 
 from autobatch.distributed.sharded.internals import gathered_tensors, is_sharded, is_tried, unsharded_parameters
 from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, PassDiffers, PassDropped
-from autobatch.distributed.sharded.model import divisor_of
+from autobatch.distributed.sharded.model import divisor_of, keeping_parameters
 from autobatch.distributed.sharded.passes import Passes
 from autobatch.distributed.sharded.ranks import ShardedRanks
 from autobatch.distributed.sharded.step import ShardedStep
@@ -33,6 +33,7 @@ __all__ = [
     "gathered_tensors",
     "is_sharded",
     "is_tried",
+    "keeping_parameters",
     "run_zero_backward",
     "unsharded_parameters",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from autobatch._user_errors import contextmanager
 from autobatch.distributed.sharded.internals import (
     drop_local_gradients,
     ends_backward,
@@ -36,6 +37,16 @@ def divisor_of(model: nn.Module) -> float:
     """Return the number by which torch divides the sum of the ranks' gradients."""
     divisor = param_groups(model)[0].gradient_divide_factor if is_tried() else None
     return float(dist.get_world_size(group_of(model)) if divisor is None else divisor)
+
+
+@contextmanager
+def keeping_parameters(model: nn.Module) -> Iterator[None]:
+    """Block that leaves modules the parameters that they have now, gathered or in shards."""
+    tables = [module._parameters for module in model.modules() if module._parameters]  # noqa: SLF001 - no public way
+    held = [table.copy() for table in tables]
+    yield
+    for table, parameters in zip(tables, held, strict=True):
+        table.update(parameters)
 
 
 def reset(model: nn.Module) -> None:
