@@ -15,7 +15,8 @@ from autobatch.planning.pacing import CLEAN_STEPS, LONGEST_WAIT
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import IN_EACH, SUMMINGS, Summing, Trial
 
-_NO_SLOWER = 1.02  # a measured time up to so many times another one says nothing
+_NOISE = 1.1  # rarer sums may measure so many times slower: fewer collectives are hardly ever slower
+_GAIN = 1.02  # parameters that stay gathered have to pay for their memory
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,6 @@ def choose_summing(trials: Mapping[Summing, Trial]) -> Summing:
     chosen = IN_EACH
     for summing in SUMMINGS[1:]:
         if summing in trials and trials[summing].outcome == "fits":
-            slowest = trials[chosen].seconds * (_NO_SLOWER if chosen == IN_EACH else 1 / _NO_SLOWER)
+            slowest = trials[chosen].seconds * (_NOISE if chosen == IN_EACH else 1 / _GAIN)
             chosen = summing if trials[summing].seconds <= slowest else chosen
     return chosen
