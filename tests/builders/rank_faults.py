@@ -14,6 +14,7 @@ import torch.distributed as dist
 from faults import CASES, OUTCOMES, PLACES, Case, Judge, Training, _comparable, _seed, cut_into, places_of
 from plans import SMALL, make_rank_plans
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workloads import make_batch
@@ -98,8 +99,11 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
 class ShardedTraining(RankTraining):
     """This rank's part of a case whose parameters are sharded."""
 
+    shape: ClassVar[tuple[int, ...]] = ()  # of the mesh: (replicas, shards)
+
     def __init__(self, case: Case, **options: Any) -> None:
-        super().__init__(replace(case, make_model=lambda: shard(case.make_model())), **options)
+        mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=("replicate", "shard")) if self.shape else None
+        super().__init__(replace(case, make_model=lambda: shard(case.make_model(), mesh=mesh)), **options)
 
     def state(self) -> dict[str, Any]:
         """Hooks of fully_shard by name: each model has its own."""
@@ -117,7 +121,18 @@ class HoldingTraining(ShardedTraining):
     summing = SUMMINGS[-1]
 
 
-KINDS = {"whole": RankTraining, "sharded": ShardedTraining, "sharded, summed once": HoldingTraining}
+class HybridTraining(HoldingTraining):
+    """One whose shards are replicated, on four ranks."""
+
+    shape = (2, 2)
+
+
+KINDS = {
+    "hybrid, summed once": HybridTraining,
+    "whole": RankTraining,
+    "sharded": ShardedTraining,
+    "sharded, summed once": HoldingTraining,
+}
 
 
 def prove_on_ranks(

@@ -83,6 +83,13 @@ def test_the_proof_with_sharded_parameters(size, earlier_steps, kind, capsys, to
     check(names, size, capsys, total, kind=kind, earlier_steps=earlier_steps, **CHOSEN)
 
 
+@needs_sharding
+@pytest.mark.timeout(LIMIT + 100)
+def test_the_proof_with_replicas_of_shards(capsys, total):
+    """A rank that fails takes part in the sums over its replicas, too: bitwise as above."""
+    check(sample(SHARDED[1:], len(SHARDED)), 4, capsys, total, kind="hybrid, summed once", earlier_steps=1, **CHOSEN)
+
+
 def check(names, size, capsys, total, **options):
     """Print a line for each case and add to the total; none may be wrong or have hung."""
     found = run_ranks(prove, names, size=size, timeout_seconds=60, limit_seconds=LIMIT, options=[options] * size)

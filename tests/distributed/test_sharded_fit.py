@@ -10,6 +10,7 @@ from builders.ranks import run_ranks, values_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from workloads import bits_of, differences
 
@@ -97,7 +98,8 @@ def refuse_all():
     offloaded = fully_shard(Wide())
     for group in offloaded._get_fsdp_state()._fsdp_param_groups:
         group.offload_policy = CPUOffloadPolicy()  # only afterwards: torch makes such a model on a machine with a GPU
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    divided = nn.Sequential(parallelize_module(nn.Linear(64, 4), mesh["tensor"], ColwiseParallel()))
     elsewhere = Wide()
     fully_shard(elsewhere[2], mesh=DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("other", "shard"))["shard"])
     models = {
@@ -105,7 +107,7 @@ def refuse_all():
         "ignored": ignoring,
         "unsynced": unsynced,
         "uneven": uneven,
-        "hybrid": fully_shard(Wide(), mesh=mesh),
+        "in two ways": fully_shard(divided, mesh=mesh["data"]),
         "offloaded": offloaded,
         "elsewhere": fully_shard(elsewhere),
     }
@@ -265,7 +267,7 @@ REFUSALS = {
     "ignored": ["0.weight", "ignored_params="],
     "unsynced": ["set_requires_gradient_sync(True)"],
     "uneven": ["set_gradient_divide_factor()"],
-    "hybrid": ["0.weight", "2 dimensions"],
+    "in two ways": ["0.weight", "2 dimensions", "tensor parallelism"],
     "offloaded": ["offload_policy=CPUOffloadPolicy()"],
 }
 

@@ -19,6 +19,7 @@ from builders.rank_losses import (
 from builders.ranks import run_ranks, values_of
 from sampling import IN_PROOF, sample
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -134,6 +135,9 @@ CASES = {
 }
 
 
+REPLICATED = sample(["deep", "tokens", "counts of zero", "reentrant", "kept after forward"], 3)
+
+
 def divisions_of(name, size):
     """All of them in ``make proof``; else some, by turns from case to case."""
     first = [*CASES].index(name) % len(DIVISIONS[size])
@@ -169,10 +173,10 @@ def error_of(found, expected):
     )
 
 
-def make_runner(name, summing=IN_EACH, **options):
+def make_runner(name, summing=IN_EACH, mesh=None, **options):
     step, weigh, _, make_model, shards = CASES[name]
     torch.manual_seed(0)
-    model = shard(make_model(), **shards)
+    model = shard(make_model(), mesh=mesh, **shards)
     if isinstance(model, Described):
         register_fsdp_forward_method(model, "describe")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -184,13 +188,13 @@ def make_runner(name, summing=IN_EACH, **options):
     return model, optimizer, runner
 
 
-def step_on_a_rank(name):
+def step_on_a_rank(name, mesh=None):
     """Errors of gradient, weights and loss of every division, and the sizes of the micro-batches."""
     rank, errors = dist.get_rank(), []
     gradients, weights, loss = whole_step(name)
     whole = make_batch(SAMPLES, torch.float64)
     for division, summing in choose_pairs(name, dist.get_world_size()):
-        model, _, runner = make_runner(name, summing)
+        model, _, runner = make_runner(name, summing, mesh)
         start = sum(division[:rank])
         batch = tuple(part[start : start + division[rank]] for part in whole)
         if 0 in division:  # each rank has run the model once
@@ -208,6 +212,19 @@ def step_on_a_rank(name):
 
 def step_through_all():
     return {name: step_on_a_rank(name) for name in CASES}
+
+
+def step_on_replicas():
+    """Two replicas of two shards each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return {name: step_on_a_rank(name, mesh) for name in REPLICATED}
+
+
+@pytest.mark.timeout(400)
+def test_replicas_of_shards_are_summed_too():
+    """A mesh of two dimensions (HSDP): gradient, norm and weights are those of the whole target."""
+    for errors in values_of(run_ranks(step_on_replicas, size=4, limit_seconds=300)):
+        assert {name: found for name, found in errors.items() if max(map(max, found)) >= 1e-12} == {}
 
 
 @cache

@@ -48,8 +48,8 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 def param_groups(model: nn.Module) -> list[Any]:
     """Return each ``FSDPParamGroup``: parameters that are gathered together, in the same order on each rank.
 
-    Read of one: ``gradient_divide_factor``, ``offload_policy``, ``reduce_grads``, ``reshard_after_backward``,
-    ``mp_policy``, ``fsdp_params``.
+    Read of one: ``gradient_divide_factor``, ``offload_policy``, ``reduce_grads``, ``all_reduce_grads``,
+    ``reshard_after_backward``, ``mp_policy``, ``mesh_info``, ``fsdp_params``.
     """
     groups = [group for module in sharded_modules(model) for group in module._get_fsdp_state()._fsdp_param_groups]
     return [*{id(group): group for group in groups}.values()]  # fully_shard([a, b]) makes one of two modules
@@ -74,6 +74,16 @@ def collectives_of(group: Any) -> tuple[Any, Any]:
 def set_collectives(group: Any, gather: Any, scatter: Any) -> None:
     """Set them, in place of those that ``set_custom_all_gather`` may have set: torch cannot read these."""
     group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
+
+
+def replicas_of(group: Any) -> Any | None:
+    """Return the process group over which shards are replicated (HSDP), if they are."""
+    return getattr(group.mesh_info, "replicate_process_group", None)
+
+
+def set_replicas(group: Any, replicas: Any) -> None:
+    """Set it."""
+    group.mesh_info.replicate_process_group = replicas
 
 
 def has_run(model: nn.Module) -> bool:

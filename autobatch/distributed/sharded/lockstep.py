@@ -27,7 +27,9 @@ from autobatch.distributed.channel import Channel, uninterrupted
 from autobatch.distributed.sharded.internals import (
     collectives_of,
     param_groups,
+    replicas_of,
     set_collectives,
+    set_replicas,
     sums_are_narrow,
 )
 from autobatch.distributed.sharded.model import refuse_changed_settings, reset
@@ -53,10 +55,13 @@ class PassDiffers(AutobatchError):
         super().__init__("this pass gathers or scatters other parameters than the one before")
 
 
-class Collective(NamedTuple):
-    """One gather or scatter."""
+Kind = Literal["gather", "scatter", "sum"]
 
-    kind: Literal["gather", "scatter"]
+
+class Collective(NamedTuple):
+    """One gather or scatter, or a sum over the replicas of a shard."""
+
+    kind: Kind
     place: int  # in the model's param_groups
     outputs: int  # numbers in the result
     inputs: int  # numbers sent
@@ -113,6 +118,9 @@ class Lockstep(Passes):
                 gather, scatter = collectives_of(group)
                 watched = _WatchedCollective("gather", place, gather), _WatchedCollective("scatter", place, scatter)
                 set_collectives(group, *watched)
+                replicas = replicas_of(group)
+                if replicas is not None and not isinstance(replicas, _WatchedReplicas):
+                    set_replicas(group, _WatchedReplicas(replicas, watched[1]))
 
     def begin(self, agreement: Agreement) -> None:
         """Begin a step, in which all ranks run the same number of micro-batches."""
@@ -298,7 +306,7 @@ class _WatchedCollective:
 
     lockstep: Lockstep | None = None
 
-    def __init__(self, kind: Literal["gather", "scatter"], place: int, inner: Any) -> None:
+    def __init__(self, kind: Kind, place: int, inner: Any) -> None:
         self.kind, self.place, self.inner = kind, place, inner
 
     def allocate(self, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -309,11 +317,32 @@ class _WatchedCollective:
         def call(output: torch.Tensor, given: torch.Tensor) -> Any:
             return self.inner(output_tensor=output, input_tensor=given, **options)
 
+        return self.give(self.kind, call, output_tensor, input_tensor)
+
+    def give(
+        self, kind: Kind, call: Callable[[torch.Tensor, torch.Tensor], Any], output: torch.Tensor, given: torch.Tensor
+    ) -> Any:
+        """Let the lockstep run a collective of this kind, if there is one."""
         if self.lockstep is None:
-            return call(output_tensor, input_tensor)
-        sizes = output_tensor.numel(), input_tensor.numel()
-        collective = Collective(self.kind, self.place, *sizes, output_tensor.dtype, output_tensor.device, call)
-        return self.lockstep.take_part(collective, output_tensor, input_tensor)
+            return call(output, given)
+        sizes = output.numel(), given.numel()
+        collective = Collective(kind, self.place, *sizes, output.dtype, output.device, call)
+        return self.lockstep.take_part(collective, output, given)
+
+
+class _WatchedReplicas(dist.ProcessGroup):
+    """The process group of a shard's replicas, in which torch sums what it has scattered, and nothing else."""
+
+    def __init__(self, inner: dist.ProcessGroup, scatter: _WatchedCollective) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this one
+        self._inner, self._scatter = inner, scatter
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> None:  # type: ignore[override]
+        def call(output: torch.Tensor, _: torch.Tensor) -> None:
+            self._inner.allreduce([output], opts).wait()
+
+        (tensor,) = tensors
+        self._scatter.give("sum", call, tensor, tensor[:0])
 
 
 def _is_watched(group: Any) -> bool:

@@ -26,17 +26,28 @@ from autobatch.torch_internals.storages import has_shards
 _NEEDED = ("reset_iter_state", "set_custom_all_gather", "set_custom_reduce_scatter")
 
 
-def group_of(model: nn.Module) -> dist.ProcessGroup:
-    """Return the ranks over which the parameters are sharded."""
-    parameter: Any = next(parameter for parameter in model.parameters() if has_shards(parameter))
-    group: dist.ProcessGroup = parameter.device_mesh.get_group()
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks over which the parameters are sharded, those of all replicas; ``None``: all there are."""
+    mesh = _mesh_of(model)
+    group: dist.ProcessGroup | None = mesh.get_group() if mesh.ndim == 1 else None
     return group
+
+
+def count_replicas(model: nn.Module) -> int:
+    """Return the number of ranks that have each shard: more than one with a mesh of two dimensions (HSDP)."""
+    mesh = _mesh_of(model)
+    return 1 if mesh.ndim == 1 else int(mesh.size(0))
+
+
+def _mesh_of(model: nn.Module) -> Any:
+    parameter: Any = next(parameter for parameter in model.parameters() if has_shards(parameter))
+    return parameter.device_mesh
 
 
 def divisor_of(model: nn.Module) -> float:
     """Return the number by which torch divides the sum of the ranks' gradients."""
     divisor = param_groups(model)[0].gradient_divide_factor if is_tried() else None
-    return float(dist.get_world_size(group_of(model)) if divisor is None else divisor)
+    return float(_mesh_of(model).size() if divisor is None else divisor)
 
 
 @contextmanager
@@ -113,13 +124,19 @@ def _refuse_parameters(parameters: Mapping[str, Any]) -> None:
                 f"the parameter {name} is not sharded (ignored_params=), so its gradient is not summed over the ranks: "
                 f"do not ignore it"
             )
-        if parameter.device_mesh.ndim > 1:
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if mesh.ndim > 2 or not all(placement.is_replicate() for placement in placements[:-1]):
             raise InvalidArgument(
-                f"the parameter {name} is sharded over a mesh of {parameter.device_mesh.ndim} dimensions (HSDP or "
-                f"tensor parallelism), which is not supported: call fully_shard() with a mesh of one dimension"
+                f"the parameter {name} is sharded over {mesh.ndim} dimensions of a mesh (tensor parallelism), which is "
+                f"not supported: call fully_shard() with a mesh of one dimension, or of two (replicate, shard)"
+            )
+        if mesh.ndim == 2 and mesh.size() != dist.get_world_size():
+            raise InvalidArgument(
+                f"the parameter {name} is on a mesh of {mesh.size()} of {dist.get_world_size()} ranks and two "
+                f"dimensions: call fully_shard() with a mesh of all ranks, or of one dimension"
             )
         first = first or name
-        ranks, others = (dist.get_process_group_ranks(parameters[one].device_mesh.get_group()) for one in (name, first))
+        ranks, others = (parameters[one].device_mesh.mesh.tolist() for one in (name, first))
         if ranks != others:
             raise InvalidArgument(
                 f"the parameter {name} is sharded over the ranks {ranks}, and {first} over {others}: call "
@@ -128,7 +145,7 @@ def _refuse_parameters(parameters: Mapping[str, Any]) -> None:
 
 
 def _refuse_settings(group: Any) -> None:
-    if not group.reduce_grads:
+    if not (group.reduce_grads and group.all_reduce_grads):
         raise InvalidArgument(
             "gradients are not summed over the ranks: call model.set_requires_gradient_sync(True) before"
         )

@@ -9,7 +9,7 @@ from torch import nn
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.sharded.internals import is_tried, sharded_modules
 from autobatch.distributed.sharded.lockstep import Lockstep
-from autobatch.distributed.sharded.model import divisor_of, group_of, refuse_unsupported_sharding
+from autobatch.distributed.sharded.model import count_replicas, divisor_of, group_of, refuse_unsupported_sharding
 from autobatch.distributed.sharded.passes import Passes, warn_of_release
 
 
@@ -18,12 +18,14 @@ class ShardedRanks(Ranks):
 
     Attributes:
         passes: The model's passes, which all ranks end together.
+        replicas: Number of ranks that have each shard.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Collective the first time that a process group is used."""
         refuse_unsupported_sharding(model)
         super().__init__(model, group_of(model))
+        self.replicas = count_replicas(model)
         self.passes: Passes = Lockstep(model, self.channel) if is_tried() else _make_passes(model, self.channel)
 
 

@@ -32,7 +32,7 @@ class ShardedStep(SharedStep):
     ) -> None:
         """Send nothing before ``open``; gradients are clipped to ``max_grad_norm`` over all ranks."""
         super().__init__(ranks, step, action, optimizer)
-        self.passes, self._max_grad_norm = ranks.passes, max_grad_norm
+        self.passes, self._max_grad_norm, self._replicas = ranks.passes, max_grad_norm, ranks.replicas
 
     def begin(self) -> None:
         """Let all ranks end each pass together, until ``close``."""
@@ -85,7 +85,8 @@ class ShardedStep(SharedStep):
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does; its collectives would wait for a rank that fails."""
         parts, whole = _split_gradients(self._optimizer)
         gathered = self._agreement.gather("clip", square=_sum_squares(parts), whole=_sum_squares(whole))
-        square = math.fsum(values["square"] for values in gathered) + gathered[0]["whole"]  # the same on each rank
+        square = math.fsum(values["square"] for values in gathered) / self._replicas
+        square += gathered[0]["whole"]  # the same on each rank
         norm = math.sqrt(square)
         self.gradient_norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
         factor = most / (norm + 1e-6)
