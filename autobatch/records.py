@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +19,12 @@ Phase = Literal["forward", "backward", "gradients", "optimizer state", "update"]
 
 # Ways in which a step may already save memory.
 Saving = Literal["activation checkpointing", "autocast", "16-bit parameters"]
+
+
+# How often gradients of sharded parameters are summed over the ranks, from the least memory to the fewest collectives.
+Summing = Literal["in each micro-batch", "once a step", "once a step, parameters stay gathered"]
+SUMMINGS: tuple[Summing, ...] = get_args(Summing)
+IN_EACH: Summing = "in each micro-batch"
 
 
 class Record(BaseModel):

@@ -14,7 +14,8 @@ from torch import nn
 from autobatch._arguments import check_switch
 from autobatch._wrappers import is_accumulating
 from autobatch.batch.samples import Layout
-from autobatch.distributed.ranks import all_or_none, find_ranks
+from autobatch.distributed.parallelism import find_ranks
+from autobatch.distributed.ranks import all_or_none
 from autobatch.errors import InvalidArgument
 from autobatch.fitting.fit import ForRun, fit
 from autobatch.fitting.options import (

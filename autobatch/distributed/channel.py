@@ -107,6 +107,10 @@ class Channel:
         self._loss = self._loss or self._lost_ranks.find(reason, self.exchanges, self.timeout)
         return RankLost(self._loss)
 
+    def find_loss(self, reason: str) -> RankLost | None:
+        """Return the error of another rank that has given up or whose process is gone, if there is one."""
+        return self.lose(reason) if self._loss or self._lost_ranks.has_lost() else None
+
     def give_up(self, reason: str) -> RankLost:
         """Return the error of a rank that cannot continue while others wait for it; they get the same one."""
         if not self._loss:

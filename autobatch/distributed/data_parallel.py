@@ -17,8 +17,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from autobatch._user_errors import contextmanager
 from autobatch._wrappers import members_of
 from autobatch.distributed.channel import Channel
-from autobatch.distributed.sharded.model import has_shards, is_sharded
 from autobatch.errors import InvalidArgument
+from autobatch.torch_internals.storages import has_shards
 
 
 def module_of(model: nn.Module) -> nn.Module:
@@ -33,17 +33,20 @@ def refuse_unsupported(model: nn.Module) -> None:
             "torch.compile(DistributedDataParallel(model)) is not supported: pass "
             "DistributedDataParallel(torch.compile(model))"
         )
-    inner = module_of(model)
-    for name, module in inner.named_modules():
+    for name, module in module_of(model).named_modules():
         _refuse_module(name, module)
-    for name, parameter in () if is_sharded(inner) else inner.named_parameters():
+    if isinstance(model, DistributedDataParallel):
+        _refuse_options(model)
+
+
+def refuse_tensor_parallelism(model: nn.Module) -> None:
+    """Refuse a model without ``fully_shard`` whose parameters are in parts on several ranks."""
+    for name, parameter in model.named_parameters():
         if has_shards(parameter):
             raise InvalidArgument(
                 f"the parameter {name} is a DTensor in a model without fully_shard (tensor parallelism), which is not "
                 f"supported: use fully_shard(model) or DistributedDataParallel(model)"
             )
-    if isinstance(model, DistributedDataParallel):
-        _refuse_options(model)
 
 
 def _refuse_module(name: str, module: nn.Module) -> None:

@@ -13,11 +13,12 @@ import torch
 from autobatch.distributed.data_parallel import refuse_sharded_optimizer
 from autobatch.distributed.ranks import Ranks, all_or_none, describe_parameters, refuse_differences
 from autobatch.distributed.reduction import make_loss
+from autobatch.distributed.sharded import ShardedRanks
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.planning.division import Share, share_target
 from autobatch.planning.plan_record import RankPlan
-from autobatch.records import Trial
+from autobatch.records import IN_EACH, SUMMINGS, Summing, Trial
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.workload import Workload
 
@@ -33,12 +34,26 @@ class SharedTrials:
 
     def __init__(self, ranks: Ranks | None) -> None:
         """``None``: this process trains alone."""
-        self._ranks, self._lockstep = ranks, None if ranks is None else ranks.lockstep
-        self.are_shared = self._lockstep is not None
+        self._ranks, self.are_shared = ranks, isinstance(ranks, ShardedRanks)
 
     def block(self) -> AbstractContextManager[None]:
         """Block of a trial with passes; it raises DoesNotFit if another rank runs out of memory."""
-        return nullcontext() if self._lockstep is None else self._lockstep.block("trial")
+        return self._ranks.passes.block("trial") if isinstance(self._ranks, ShardedRanks) else nullcontext()
+
+    def summings(self) -> Sequence[Summing]:
+        """Return how rarely gradients may be summed, and less; nothing to choose unless parameters are sharded."""
+        most = self._ranks.passes.most if isinstance(self._ranks, ShardedRanks) else IN_EACH
+        return SUMMINGS[: SUMMINGS.index(most) + 1]
+
+    def expect(self, micro_batches: int, summing: Summing) -> None:
+        """Expect so many micro-batches in the block, in which gradients are summed so often."""
+        if isinstance(self._ranks, ShardedRanks):
+            self._ranks.passes.expect(micro_batches, summing)
+
+    def begin_micro_batch(self) -> None:
+        """Begin one of them."""
+        if isinstance(self._ranks, ShardedRanks):
+            self._ranks.passes.begin_micro_batch()
 
     def agree(self, trial: Trial) -> Trial:
         """Return the trial as the worst rank has measured it."""

@@ -63,6 +63,11 @@ class LostRanks:
             listed = f"a rank of {self._name_all()} is gone or did not answer within {show_seconds(timeout)}"
         return self.publish(f"{listed} ({reason})")
 
+    def has_lost(self) -> bool:
+        """Return whether a rank has published why it cannot continue, or its process has ended."""
+        published = _ask_store(lambda store: store.check([f"{self._prefix}lost"]))
+        return bool(published or self._find_in_state("has ended"))
+
     def publish(self, reason: str) -> str:
         """Put the reason into the store for all ranks; return the one that another rank put there first, if any."""
         first = _ask_store(lambda store: store.compare_set(f"{self._prefix}lost", "", reason))

@@ -1,4 +1,4 @@
-"""Finds the ranks over which a model is parallel, and lets a block of code succeed or fail on all of them."""
+"""Describes the ranks over which a model is parallel, and lets a block of code succeed or fail on all of them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from autobatch._user_errors import contextmanager
 from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.channel import open_channel
-from autobatch.distributed.data_parallel import module_of, refuse_unsupported
 from autobatch.distributed.reduction import Reduction
-from autobatch.distributed.sharded.lockstep import Lockstep
-from autobatch.distributed.sharded.model import group_of, has_shards, is_sharded, refuse_unsupported_sharding
 from autobatch.errors import InvalidArgument
-from autobatch.torch_internals.storages import is_uninitialized
+from autobatch.torch_internals.storages import has_shards, is_uninitialized
 
 _LOCAL_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # in names of parameters, perhaps on some ranks only
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -38,7 +34,6 @@ class Ranks:
 
     Attributes:
         model: The user's model, wrapped.
-        lockstep: Passes that all ranks end together; ``None`` unless parameters are sharded.
         number: Number that tells one Runner from another, the same on all ranks.
         by_term: Whether ``weigh`` counts each term by itself, as all ranks know it; ``None`` until a rank has samples.
     """
@@ -50,7 +45,6 @@ class Ranks:
         self.model, self.channel = model, open_channel(group)
         self.rank, self.size, self.number = self.channel.rank, self.channel.size, self.channel.exchanges
         self.reduction = Reduction(group, self.channel)
-        self.lockstep = Lockstep(model, self.channel) if is_sharded(model) else None
         self.own_time = OwnTime(next(model.parameters()).device)
 
 
@@ -69,36 +63,6 @@ def all_or_none(ranks: Ranks | None, call: str) -> Iterator[list[Any]]:
         yield gathered
     messages = agreement.gather(point, values=gathered)
     gathered[:] = [value for message in messages for value in message["values"]]
-
-
-def find_ranks(model: nn.Module) -> Ranks | None:
-    """Find the ranks over which the user's wrapped model is parallel; ``None`` if it trains on one."""
-    if isinstance(model, DistributedDataParallel):
-        group = model.process_group
-        return Ranks(model, group) if dist.get_world_size(group) > 1 else None
-    if is_sharded(model):  # on one rank, too: a pass that broke off has to be cleared
-        refuse_unsupported_sharding(model)
-        return Ranks(model, group_of(model))
-    size = world_size()
-    if size > 1:
-        refuse_unsupported(model)
-        raise InvalidArgument(
-            f"{size} ranks are running, and gradients of {type(model).__name__} are not summed over them: pass "
-            f"torch.nn.parallel.DistributedDataParallel(model) or fully_shard(model), or plan on one rank and use "
-            f"plan.settings()"
-        )
-    return None
-
-
-def take_module(model: nn.Module, ranks: Ranks | None) -> nn.Module:
-    """Return the module inside ``DistributedDataParallel``; its passes do not communicate.
-
-    On one rank, too: with ``static_graph=True`` the wrapper cannot run two forward passes in a row, and with
-    ``gradient_as_bucket_view=True`` it moves gradients.
-    """
-    if ranks is not None:
-        refuse_unsupported(model)
-    return module_of(model)
 
 
 class OwnTime:

@@ -22,9 +22,9 @@ from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
 from autobatch.distributed.ranks import Ranks, digest_values
 from autobatch.distributed.reduction import GradientSlot, make_loss
-from autobatch.distributed.sharded.model import has_shards
 from autobatch.errors import InvalidArgument, RankLost
 from autobatch.events.runner_events import RankStep
+from autobatch.torch_internals.storages import has_shards
 from autobatch.undo.gradients import gradient_dtype
 from autobatch.undo.interrupts import deferred_interrupts
 

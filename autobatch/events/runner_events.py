@@ -33,6 +33,7 @@ class Retried(StepEvent):
         used_bytes: Bytes held on the device after the clean-up.
         budget_bytes: Bytes that the process may hold.
         reason: First line of the error.
+        sums_in_each: Whether the size stays, and gradients of sharded parameters are summed in each micro-batch now.
         inexact: Reason why splitting this step is not exact, as the plan's check found; empty if it is exact.
     """
 
@@ -41,13 +42,17 @@ class Retried(StepEvent):
     used_bytes: int
     budget_bytes: int
     reason: str
+    sums_in_each: bool = False
     inexact: str = ""
     level: ClassVar[int] = logging.WARNING  # a retry costs time
 
     def __str__(self) -> str:
+        change = f"at most {self.new_size}"
+        if self.sums_in_each:
+            change = "gradients summed in each micro-batch, as those to be summed once take memory"
         return (
             f"{self.source}step {self.step} ran out of memory at {plural(self.failed_size, 'sample')} and runs again "
-            f"with at most {self.new_size}; "
+            f"with {change}; "
             f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} "
             f"held by others and us after clean-up; {self.reason}{_warn_of_inexactness(self.inexact)}"
         )

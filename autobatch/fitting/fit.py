@@ -19,7 +19,8 @@ from autobatch.batch.cut import CutFunction
 from autobatch.batch.example import is_source
 from autobatch.batch.lengths import ByLength, read_by_length
 from autobatch.distributed.division import Division
-from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, take_module
+from autobatch.distributed.parallelism import find_ranks, take_module
+from autobatch.distributed.ranks import Ranks, all_or_none
 from autobatch.distributed.share_sampler import ShareSampler
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import PlanMade, emit

@@ -24,7 +24,8 @@ from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.division import balance
 from autobatch.planning.plan_record import PlanRecord, RankPlan
 from autobatch.planning.reuse import Wanted
-from autobatch.records import Padding, Saving, SizeAtLength, Trial, Verdict
+from autobatch.planning.summing import choose_summing
+from autobatch.records import Padding, Saving, SizeAtLength, Summing, Trial, Verdict
 from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Workload, warn_of_no_optimizer
 from autobatch.undo.training_state import TrainingState
@@ -85,6 +86,7 @@ class Found:
     trained: int
     aux_bytes: int  # the most that a step returned beside the loss of a micro-batch
     savings: tuple[Saving, ...]
+    summing_trials: dict[Summing, Trial]
     warnings: tuple[str, ...]
     forecast: tuple[tuple[int, int], ...]  # bytes by size that were predicted before the first trial
 
@@ -171,6 +173,8 @@ def make_plan(request: Request, found: Found, checked: Checked, ranks: Sequence[
         lengths=found.sizes,
         padding=found.batch.by_length.padding if found.batch.by_length else Padding(),
         savings=found.savings,
+        summing=choose_summing(found.summing_trials),
+        summing_trials=found.summing_trials,
         dataset_samples=count_dataset(request.batch),
     )
 

@@ -24,12 +24,12 @@ from autobatch._user_errors import contextmanager, note_where
 from autobatch.batch.samples import Layout
 from autobatch.batch.tree import count_bytes, map_tensors, tensors_of
 from autobatch.distributed.division import SharedTrials
-from autobatch.distributed.sharded.model import gathered_tensors, unsharded_parameters
+from autobatch.distributed.sharded import gathered_tensors, is_tried, unsharded_parameters
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.planning.next_trial import FIRST_SIZE
-from autobatch.records import MemoryUsage, Phase, Saving, Trial
+from autobatch.records import IN_EACH, MemoryUsage, Phase, Saving, Summing, Trial
 from autobatch.step.model_info import find_savings, is_compiled, watch_savings
 from autobatch.step.workload import Workload, read_output
 from autobatch.torch_internals.storages import bytes_of
@@ -104,6 +104,7 @@ class Probe:
     in_float32: bool = True  # as in Accumulation
     target: int = 0  # samples in a step, of which a trial runs two micro-batches; 0: no more than those
     shared: SharedTrials = field(default_factory=lambda: SharedTrials(None))  # trials of the other ranks
+    summing: Summing = IN_EACH  # of gradients of sharded parameters
     errors: dict[int, str] = field(default_factory=dict)  # for each size that ran out of memory, the first line
     state_bytes: int = 0  # the most that the optimizer's state has taken
     trained: int = 0  # numbers that the optimizer has moved, also those of lazy modules
@@ -121,6 +122,7 @@ class Probe:
         """Drop gradients, so that the first attempt begins like the later ones."""
         # Writes of compiled code are not recorded in trials, since it would run eagerly.
         self._is_compiled = is_compiled(self.workload.model, self.workload.step)
+        self._sees_all = is_tried() or not self.shared.are_shared  # else torch's own tensors look like the step's
         self.savings = find_savings(self.workload.model)
         self.state.drop_gradients()
 
@@ -174,7 +176,7 @@ class Probe:
         """
         if not self.workload.model.training:  # restored so; in a model in train mode single layers may be in eval mode
             self.workload.model.train()
-        reason, handled = None, sys.exc_info()[1]
+        reason, handled, records = None, sys.exc_info()[1], records and self._sees_all
         try:
             with (
                 self.shared.block(),
@@ -248,9 +250,11 @@ class Probe:
 
     def _accumulate(self, batches: Sequence[Layout], size: int) -> AccumulationState:
         passes_left = len(batches)
+        self.shared.expect(passes_left, self.summing)
 
         def run(model: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
             nonlocal passes_left
+            self.shared.begin_micro_batch()
             self._now.phase = "forward"
             terms, aux = read_output(self.workload.step(model, samples))  # not call_step, which runs this function
             if not self._leaves_are_known:
@@ -266,10 +270,10 @@ class Probe:
             self.workload.around(run, weigh=None),
             self.device,
             in_float32=self.in_float32,
-            leaves_are_known=self._leaves_are_known,
+            leaves_are_known=self._leaves_are_known or not self._sees_all,
             stand_ins=partial(unsharded_parameters, self.workload.model),
             written=self._written,
-            records=not self._is_warm,
+            records=not self._is_warm and self._sees_all,
             watched=self._to_watch,
             stands_for=-(-self.target // size) if self.target > size else 0,
         )

@@ -22,7 +22,7 @@ from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.reuse import choose_remembered, why_not_confirmed
 from autobatch.planning.sizes_by_length import choose_size as choose_size_at
 from autobatch.planning.sizes_by_length import halve_lengths, keep_useful
-from autobatch.records import SizeAtLength, Trial
+from autobatch.records import IN_EACH, SizeAtLength, Summing, Trial
 from autobatch.report.advice import explain_refusal
 from autobatch.step.default_step import default_step, explain_default
 from autobatch.step.fingerprint import fingerprint
@@ -53,6 +53,7 @@ def search(request: Request) -> Found:
             if smallest > 1:
                 size = _search_size(request, trials, smallest)
                 confirmed = confirmed if size == 2 else None
+        summing_trials = _try_summings(request, trials, size) if target > size else {}
         sizes: tuple[SizeAtLength, ...] = ()
         if batch.by_length is not None:
             by_length = batch.by_length
@@ -73,6 +74,7 @@ def search(request: Request) -> Found:
         state_bytes=trials.probe.state_bytes,
         trained=trials.probe.trained,
         aux_bytes=trials.probe.aux_bytes,
+        summing_trials=summing_trials,
         savings=tuple(sorted(trials.probe.savings)),
         warnings=(*request.allowance.warnings, *batch.warnings, *explained),
         forecast=trials.forecast,
@@ -170,6 +172,13 @@ class _Trials:
         self.probe.example, length = samples.at(length)
         return self._note(self.probe.run(size), length, self.shorter)
 
+    def try_summing(self, size: int, summing: Summing) -> Trial:
+        self.probe.summing = summing
+        try:
+            return self.probe.run(size)
+        finally:
+            self.probe.summing = IN_EACH
+
     def explain(self, why_no_smaller: str = "") -> str:
         smallest = min(self.done, key=lambda trial: trial.micro_batch_size)
         reason = self.probe.errors.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
@@ -242,6 +251,20 @@ def _predict(request: Request, trials: _Trials, question: Question) -> Question:
             "forecast": expected.forecast,
         }
     )
+
+
+def _try_summings(request: Request, trials: _Trials, size: int) -> dict[Summing, Trial]:
+    """Try a size with gradients of sharded parameters summed in each micro-batch, and as rarely as fits."""
+    summings = request.division.trials.summings()
+    if len(summings) == 1 or request.wanted.objective == "memory":
+        return {}
+    request.announce("comparing how often gradients are summed")
+    found = {}
+    for summing in summings:
+        found[summing] = trials.try_summing(size, summing)
+        if found[summing].outcome != "fits":
+            break
+    return found
 
 
 def _find_candidates(request: Request, smallest: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from autobatch.batch.lengths import ByLength
 from autobatch.batch.samples import Layout, describe, refuse_meta
 from autobatch.batch.tree import count_bytes, leaves_of
 from autobatch.distributed.ranks import world_size
-from autobatch.distributed.sharded.model import is_sharded
+from autobatch.distributed.sharded import is_sharded
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import Event, PieceRetried
 from autobatch.inference.piece import PieceRunner

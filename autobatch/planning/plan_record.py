@@ -22,7 +22,18 @@ from autobatch._bounds import (
     Text,
 )
 from autobatch.planning.curve import MemoryCurve
-from autobatch.records import DeviceInfo, ModelIdentity, Padding, Record, Saving, SizeAtLength, Trial, Verdict
+from autobatch.records import (
+    IN_EACH,
+    DeviceInfo,
+    ModelIdentity,
+    Padding,
+    Record,
+    Saving,
+    SizeAtLength,
+    Summing,
+    Trial,
+    Verdict,
+)
 
 
 class RankPlan(Record):
@@ -100,6 +111,8 @@ class PlanRecord(Record):
             ``by_length``. Sizes elsewhere are then those of the worst step, with the longest samples only.
         padding: Padding of batches, by which they are trimmed.
         dataset_samples: Samples in the dataset of ``fit``, or in its loader's; 0 for a batch or a stream.
+        summing: How often gradients of sharded parameters are summed over the ranks.
+        summing_trials: Trials at ``micro_batch_size`` that this was chosen by.
         savings: Ways in which the step saves memory already, as far as its first run showed.
         identity: Traits of the model and the optimizer, so that a runner can warn of others; ``None`` if unknown.
     """
@@ -147,6 +160,8 @@ class PlanRecord(Record):
     padding: Padding = Field(default_factory=Padding)
     dataset_samples: Count = 0
     savings: Annotated[tuple[Saving, ...], LISTED] = ()
+    summing: Summing = IN_EACH
+    summing_trials: dict[Summing, Trial] = Field(default_factory=dict)
 
     def __hash__(self) -> int:
         """Hash a few fields; ``batch_lists`` is a dict, which has no hash."""
@@ -156,6 +171,13 @@ class PlanRecord(Record):
     def limit_bytes(self) -> int:
         """The budget less the headroom: the limit of a trial."""
         return self.budget_bytes - self.headroom_bytes
+
+    def extra_bytes(self, summing: Summing) -> int:
+        """Return the bytes that a step takes beside what it takes if gradients are summed in each micro-batch."""
+        trials = self.summing_trials
+        if summing not in trials or IN_EACH not in trials:
+            return 0
+        return max(trials[summing].peak_reserved - trials[IN_EACH].peak_reserved, 0)
 
     @property
     def whole_id(self) -> str:

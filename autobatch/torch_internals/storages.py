@@ -29,6 +29,11 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, UninitializedParameter | UninitializedBuffer)
 
 
+def has_shards(tensor: torch.Tensor) -> bool:
+    """Return whether each rank has only a part of this parameter or gradient."""
+    return type(tensor.data).__name__ == "DTensor"
+
+
 def bytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's values; a view has those that it shows, a sparse one those of its parts."""
     if isinstance(tensor, UninitializedParameter):

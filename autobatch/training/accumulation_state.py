@@ -23,6 +23,7 @@ class Shortage:
     ended_in: Phase = "forward"
     # The least ``largest`` that cuts batches into such a micro-batch: ``failed_size``, but for samples by length.
     failed_scale: int = 0
+    has_held_sums: bool = False  # gradients were held to be summed once: then the same sizes are run again
 
 
 @dataclass

@@ -14,12 +14,13 @@ from autobatch._formatting import name_type, plural
 from autobatch._wrappers import members_of
 from autobatch.batch.cut import Division
 from autobatch.distributed.ranks import Ranks, describe_parameters, digest_values, refuse_differences
-from autobatch.distributed.sharded.model import divisor_of, has_shards
+from autobatch.distributed.sharded import divisor_of
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.workload import Workload
+from autobatch.torch_internals.storages import has_shards
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.batches import find_bound
 from autobatch.training.given_backward import Backward, GivenBackward

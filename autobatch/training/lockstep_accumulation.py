@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from autobatch._user_errors import contextmanager
 from autobatch.batch.cut import Group
 from autobatch.batch.samples import Layout, MicroBatch, describe
-from autobatch.batch.tree import map_tensors, tensors_of
-from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, PassDiffers, PassDropped
-from autobatch.distributed.sharded.model import gathered_tensors, sharded_modules, unsharded_parameters
-from autobatch.distributed.sharded.step import ShardedStep
+from autobatch.batch.tree import map_tensors
+from autobatch.distributed.sharded import (
+    DIFFERS,
+    ONE_SAMPLE,
+    ModelOutput,
+    PassDiffers,
+    PassDropped,
+    Passes,
+    ShardedStep,
+    collect_outputs,
+    edges_of,
+    find_reached,
+    gathered_tensors,
+    is_tried,
+    keeping_parameters,
+    run_zero_backward,
+    unsharded_parameters,
+)
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom, try_twice
+from autobatch.records import IN_EACH
 from autobatch.step.losses import losses_of
 from autobatch.step.model_info import refuses_one_sample
 from autobatch.step.workload import Workload
@@ -58,15 +72,22 @@ class LockstepAccumulation(Accumulation):
     def __post_init__(self) -> None:
         """End the forward pass where the user's step returns."""
         super().__post_init__()
+        self.records = self.records and is_tried()  # what torch writes into cannot be told from what the step does
         self._given_backward, self.backward = self.backward, self._call_backward
         self.stand_ins = partial(unsharded_parameters, self.workload.model)
         self._inner: Workload = self.workload
         self.workload = self._inner.around(self._run_forward, weigh=self._inner.weigh)
 
     @property
-    def _lockstep(self) -> Lockstep:
+    def _passes(self) -> Passes:
         assert self._shared is not None  # noqa: S101 - narrows for mypy
-        return self._shared.lockstep
+        return self._shared.passes
+
+    def record(self) -> Undo:
+        """Record as ``Accumulation`` does; gathered parameters cannot be told from others in an untried release."""
+        undo = super().record()
+        self.leaves_are_known = self.leaves_are_known or not is_tried()
+        return undo
 
     def begin(
         self, batches: Sequence[Layout], largest: int, undo: Undo, shared: SharedStep | None = None
@@ -95,7 +116,7 @@ class LockstepAccumulation(Accumulation):
             loss = returned[0] if isinstance(returned, tuple) and returned else returned
             self._outputs, self._losses = outputs, edges_of(losses_of(loss))
             self._states_none = isinstance(loss, torch.Tensor)
-        self._lockstep.start("backward")
+        self._passes.start("backward")
         return returned
 
     def attempt(self, progress: AccumulationState, undo: Undo) -> Shortage | None:
@@ -107,7 +128,7 @@ class LockstepAccumulation(Accumulation):
             if shortage is None and spares > 0:
                 shortage = self._run_spares(spares, progress, undo)
             if shortage is None:
-                self._lockstep.finish()
+                self._passes.finish()
                 return None
             reason = shortage.reason
         except PassDropped as error:
@@ -116,25 +137,36 @@ class LockstepAccumulation(Accumulation):
             reason = str(error)
             if isinstance(error, PassDiffers):
                 again = DIFFERS
-            elif self.smallest == 1 and refuses_one_sample(error) and self._lockstep.running is not None:
+            elif self.smallest == 1 and refuses_one_sample(error) and self._passes.running is not None:
                 again = ONE_SAMPLE
+            elif (lost := self._passes.abandon(error)) is not None:
+                raise lost from error
             else:
-                self._lockstep.abandon(error)
                 raise
         finally:
             self._forget_graph()
         # Only here, after the ``except`` block, has the traceback let go of the failed pass's tensors.
-        self._lockstep.drop(short=None if shortage is None else reason, again=again)
-        self._is_short = shortage is not None
-        if shortage is not None:
-            return shortage
-        self.leaves_are_known = False  # the next attempt finds the trained tensors again
+        self._passes.drop(short=None if shortage is None else reason, again=again)
+        if shortage is None:
+            return self._follow(progress, undo, reason)
+        self._is_short = self._passes.summing == IN_EACH
+        return shortage if self._is_short else self._give_back_sums(shortage)
+
+    def _follow(self, progress: AccumulationState, undo: Undo, reason: str) -> Shortage:
+        """Begin again because another rank does, or because the pass differs."""
+        self._is_short, self.leaves_are_known = False, False  # the next attempt finds the trained tensors again
         undo.refuse_lost(reason)
-        if progress.micro_batches and "short" in self._lockstep.causes:
+        if progress.micro_batches and "short" in self._passes.causes:
             progress.fail()
         else:
             progress.restart()
         return Shortage(failed_size=0, reason=reason)
+
+    def _give_back_sums(self, shortage: Shortage) -> Shortage:
+        """Run the same micro-batches again, and hold no gradients between them: that may be enough."""
+        assert self._shared is not None  # noqa: S101 - narrows for mypy
+        self._shared.summing = IN_EACH
+        return replace(shortage, has_held_sums=True)
 
     def _forget_graph(self) -> None:
         self._outputs, self._losses = (), {}
@@ -150,7 +182,7 @@ class LockstepAccumulation(Accumulation):
         with deferred_interrupts():
             number = self._shared.agree_on_number(own)
             if number:  # from the exchange on, the other ranks are in the pass
-                self._lockstep.start("forward")
+                self._passes.start("forward")
         if 0 < own < number:
             samples = sum(micro_batch.size for micro_batch in progress.micro_batches)
             smaller = self._cut(progress.groups, max(self.smallest, -(-samples // number)))
@@ -159,7 +191,7 @@ class LockstepAccumulation(Accumulation):
         return number
 
     def _run_micro_batch(self, micro_batch: MicroBatch, progress: AccumulationState) -> Any:
-        self._lockstep.start("forward")
+        self._passes.start("forward")
         self._now = micro_batch, progress
         aux = super()._run_micro_batch(micro_batch, progress)
         self._now = None
@@ -229,17 +261,18 @@ class LockstepAccumulation(Accumulation):
         return Shortage(failed_size=self.smallest, reason=reason, least_size=self.smallest)
 
     def _run_spare(self, spare: Layout, progress: AccumulationState) -> None:
-        self._lockstep.start("forward")
+        self._passes.start("forward")
         here = self._record()
         (micro_batch,) = self._cut([Group(spare, range(self.smallest))], self.smallest)
         self._call_step(self._take(micro_batch))
         run_zero_backward(self._find_counted(progress))
         self._forget_graph()
-        here.restore()
+        with keeping_parameters(self.workload.model):
+            here.restore()
 
     def cut_again(self, progress: AccumulationState, largest: int) -> None:
         """Cut smaller micro-batches after a shortage on this rank; else the same, or larger ones for the model."""
-        if ONE_SAMPLE in self._lockstep.causes:
+        if ONE_SAMPLE in self._passes.causes:
             self.smallest = 2
         if self._is_short:
             super().cut_again(progress, largest)
@@ -258,109 +291,3 @@ def _copy_samples(layout: Layout, count: int) -> Layout:
     """Copy the first samples of a batch, repeated if it has fewer, for steps in which this rank has none."""
     samples = map_tensors(layout.grown(count).batch, lambda tensor: tensor.detach().clone())
     return describe(samples, layout.lists, count)
-
-
-# A micro-batch that counts for nothing on this rank runs a backward pass with zeros. They flow from the model's
-# outputs, not from the loss: a loss whose labels are all ignored is nan, and nan times 0 is nan.
-
-
-class ModelOutput(NamedTuple):
-    """A tensor with a graph that a model has returned, as a place in the graph: its memory is not held.
-
-    Attributes:
-        edge: The place.
-        scalar: Its value where it has no dimension: a loss that the model has computed itself.
-    """
-
-    edge: GradientEdge
-    scalar: torch.Tensor | None
-
-
-@contextmanager
-def collect_outputs(model: nn.Module) -> Iterator[list[ModelOutput]]:
-    """Collect what a sharded model, or a module of it that is called alone, returns inside the block."""
-    outputs: list[ModelOutput] = []
-    running: list[nn.Module] = []
-
-    def enter(module: nn.Module, _: Any) -> None:
-        running.append(module)
-
-    def leave(_: nn.Module, __: Any, output: Any) -> None:
-        del running[-1:]
-        if not running:
-            outputs.extend(_describe(tensor) for tensor in tensors_of(output) if tensor.requires_grad)
-
-    handles = []
-    for module in sharded_modules(model):
-        if module is model or module._compiled_call_impl is None:  # noqa: SLF001 - a hook would compile it again
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def edges_of(losses: Mapping[str, torch.Tensor]) -> dict[str, GradientEdge]:
-    return {name: get_gradient_edge(loss) for name, loss in losses.items() if loss.requires_grad}
-
-
-def find_reached(losses: Iterable[GradientEdge], outputs: Sequence[ModelOutput]) -> list[ModelOutput]:
-    """Through which outputs a backward pass of these losses goes.
-
-    Takes as long as a forward pass where not all are.
-    """
-    wanted = {(output.edge.node, output.edge.output_nr): output for output in outputs}
-    found: dict[int, ModelOutput] = {}
-    waiting: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in losses]
-    seen = set()
-    while waiting and len(found) < len(wanted):
-        place = waiting.pop()
-        if place in wanted:
-            found[id(wanted[place])] = wanted[place]
-        if place[0] is not None and place[0] not in seen:
-            seen.add(place[0])
-            waiting += place[0].next_functions
-    return [output for output in outputs if id(output) in found]
-
-
-def run_zero_backward(reached: Sequence[ModelOutput], loss: torch.Tensor | None = None) -> None:
-    """A backward pass with zeros from these outputs, and with the gradient of a loss beside them.
-
-    If the model has computed a loss from another output, only that output gets zeros.
-    """
-    outputs = _leave_out_losses(reached)
-    if not outputs and loss is None:
-        raise InvalidArgument(
-            "the step did not call the model, or it returned no tensor with a graph; parameters are sharded, so each "
-            "micro-batch has to run a backward pass: return the loss of what the model has returned"
-        )
-    if not all(output.scalar is None or bool(output.scalar.isfinite()) for output in outputs):
-        raise InvalidArgument(
-            "the model returns only its loss, and the loss is nan or infinite in a micro-batch that counts for nothing "
-            "on this rank, while others run theirs: let the model return its outputs, too"
-        )
-    roots = [output.edge for output in outputs]
-    zeros = [_make_zeros(edge) for edge in roots]
-    if loss is None:
-        torch.autograd.backward(roots, zeros)
-    else:
-        torch.autograd.backward([get_gradient_edge(loss), *roots], [torch.ones_like(loss), *zeros])
-
-
-def _describe(tensor: torch.Tensor) -> ModelOutput:
-    return ModelOutput(get_gradient_edge(tensor), None if tensor.ndim else tensor.detach())
-
-
-def _leave_out_losses(reached: Sequence[ModelOutput]) -> list[ModelOutput]:
-    others = [output for output in reached if output.scalar is None]
-    return [
-        output for output in reached if output.scalar is None or not (others and find_reached([output.edge], others))
-    ]
-
-
-def _make_zeros(edge: GradientEdge) -> torch.Tensor:
-    """A gradient of 0 for it, of one element's memory."""
-    made: Any = edge.node
-    metadata = made._input_metadata[edge.output_nr]  # noqa: SLF001 - as torch.autograd.backward reads it
-    return torch.zeros((), dtype=metadata.dtype, device=metadata.device).expand(tuple(metadata.shape))

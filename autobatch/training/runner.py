@@ -31,8 +31,9 @@ from autobatch._wrappers import members_of, unwrap_members, unwrap_optimizer, un
 from autobatch.batch.cut import CutFunction, cut_apart, cut_joined, number_rows
 from autobatch.batch.lengths import ByLength
 from autobatch.batch.samples import Layout
-from autobatch.distributed.ranks import all_or_none, find_ranks, take_module
-from autobatch.distributed.sharded.step import ShardedStep, begin_step
+from autobatch.distributed.parallelism import begin_step, find_ranks, take_module
+from autobatch.distributed.ranks import all_or_none
+from autobatch.distributed.sharded import ShardedRanks, ShardedStep
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.events import Hook
@@ -148,7 +149,7 @@ class StepRunner:
             self._workload = Workload(model, default_step if step is None else step, weigh, inner, "autobatch.Runner")
             refuse_sample_gradients(model.named_parameters())
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
-            self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
+            self._is_sharded = isinstance(self._ranks, ShardedRanks)
             self._division = read_division(cut, plan, self._workload, is_sharded=self._is_sharded)
             norm = None if self._is_sharded else max_grad_norm  # a sharded step clips itself
             self._update = Update(optimizers, plan, scaler, norm, schedulers) if optimizers else None
@@ -194,6 +195,8 @@ class StepRunner:
             layouts = self._describe([*batches], update=update, is_cut=is_cut)
             buckets = () if self._ranks is None else self._ranks.reduction.buckets()
             with self._memory.limit(self.steps, layouts, buckets):
+                if isinstance(shared, ShardedStep):
+                    shared.summing = self._memory.choose_summing()
                 done = self._run_step(layouts, shared, update=update)
         except BaseException as error:
             if shared is not None:

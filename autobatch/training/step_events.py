@@ -90,6 +90,7 @@ class StepEvents:
             used_bytes=used_bytes,
             budget_bytes=self._plan.budget_bytes,
             reason=shortage.reason,
+            sums_in_each=shortage.has_held_sums,
             inexact=self._inexact,
             **self._of,
         )

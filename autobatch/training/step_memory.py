@@ -22,6 +22,8 @@ from autobatch.plan import Plan
 from autobatch.planning.division import compiled_ladder, eager_ladder
 from autobatch.planning.pacing import CLEAN_STEPS, Pace
 from autobatch.planning.sizes_by_length import scale_curve, scale_ladder
+from autobatch.planning.summing import SummingPace
+from autobatch.records import Summing
 from autobatch.report.advice import PHASES
 from autobatch.step.model_info import explain_smallest, is_compiled
 from autobatch.step.workload import Workload
@@ -53,7 +55,8 @@ class StepMemory:
         self._plan, self._workload, self._device = plan, workload, device
         self._division, self._events = division, events
         self._free = _FreeMemory(plan, workload, device)
-        self.pace = self.make_pace(plan.smallest_micro_batch)
+        self.pace, self._summing = self.make_pace(plan.smallest_micro_batch), SummingPace.of(plan)
+        self._most_bytes: int | None = None  # that the running step can reach
         self.first_step, self.peak_bytes, self.held_bytes, self._has_thrashed = 0, 0, 0, False
 
     def make_pace(self, smallest: int) -> Pace:
@@ -74,7 +77,7 @@ class StepMemory:
         self, step: int, layouts: Sequence[Layout], buckets: Sequence[torch.Tensor]
     ) -> AbstractContextManager[None]:
         """Enforce the budget and measure the peak; on a CPU, where that takes time, not in every step."""
-        self._has_thrashed = False
+        self._has_thrashed, self._most_bytes = False, None
         is_first = step - self.first_step < _FIRST_STEPS
         self._free.is_counted = is_first or self._plan.budget_passed or not isinstance(self._device, CpuDevice)
         if not self._free.is_counted:  # nothing reads the free memory: the size is the one that the last steps allow
@@ -100,11 +103,13 @@ class StepMemory:
 
     def _look_ahead(self) -> Pace:
         """Return the pace for this step: smaller only if too little is free even after all caches are given back."""
-        pace = self.pace.before_step(*self._free.read())
+        self._most_bytes, limit_bytes = self._free.read()
+        pace = self.pace.before_step(self._most_bytes, limit_bytes)
         if pace.size >= self.pace.size:
             return pace
         self._device.reclaim()
-        return self.pace.before_step(*self._free.read())
+        self._most_bytes, limit_bytes = self._free.read()
+        return self.pace.before_step(self._most_bytes, limit_bytes)
 
     def read_peaks(self) -> dict[str, int]:
         """Return the peaks of the step so far, or of the last one that was measured."""
@@ -119,6 +124,11 @@ class StepMemory:
             self.pace = replace(self.pace, smallest=smallest)
         return self.pace.size
 
+    def choose_summing(self) -> Summing:
+        """Return how often this rank's memory lets gradients of sharded parameters be summed in the step."""
+        need = self.pace.curve.peak_reserved(self.pace.size) if self.pace.curve is not None else 0
+        return self._summing.choose(need, self._most_bytes)
+
     def check_update(self, summed: Collection[torch.Tensor] = ()) -> None:
         """Refuse an update that does not fit, while the step can still be undone; see ``Update.make_state``."""
         self._free.check_update(_WIDE_BYTES * sum(parameter.numel() for parameter in summed))
@@ -126,6 +136,10 @@ class StepMemory:
     def after_shortage(self, step: int, shortage: Shortage) -> int:
         self._device.reclaim()
         if not shortage.failed_size:  # another rank ran out of memory
+            return self.pace.size
+        if shortage.has_held_sums:
+            self._summing = self._summing.after_shortage()
+            self._events.report_retry(step, shortage, self.pace.size, self._device.usage().allocated)
             return self.pace.size
         used, least = self._device.usage().allocated, max(shortage.least_size, self.pace.smallest)
         if shortage.failed_size <= least:
@@ -137,6 +151,7 @@ class StepMemory:
 
     def after_step(self, next_step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Choose the next step's size, after these micro-batches have run."""
+        self._summing = self._summing.after_step()
         largest = max([micro_batch.scale for micro_batch in micro_batches], default=0)
         self.change(self.pace.after_step(largest, thrashed=self._has_thrashed), next_step)
 

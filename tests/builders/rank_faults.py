@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,12 +14,14 @@ import torch.distributed as dist
 from faults import CASES, OUTCOMES, PLACES, Case, Judge, Training, _comparable, _seed, cut_into, places_of
 from plans import SMALL, make_rank_plans
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workloads import make_batch
 
 import autobatch
 from autobatch.errors import RankLost
+from autobatch.records import IN_EACH, SUMMINGS, Summing
 from autobatch.testing import oom_at
 
 needs_sharding = pytest.mark.skipif(
@@ -38,10 +40,12 @@ SHARDED_CASES = [case for case in RANK_CASES if not case.scaled and not any(word
 
 
 class RankTraining(Training):
+    summing: ClassVar[Summing] = IN_EACH
+
     def _plan(self) -> autobatch.Plan:
         rank, size = dist.get_rank(), dist.get_world_size()
         weighed = self.case.weigh is not None
-        return make_rank_plans(_SHARES[:size], _LARGEST[rank], weighed=weighed, **SMALL)[rank]
+        return make_rank_plans(_SHARES[:size], _LARGEST[rank], weighed=weighed, summing=self.summing, **SMALL)[rank]
 
     def _make_runner(self) -> autobatch.Runner:
         inner = self.model
@@ -64,6 +68,7 @@ class RankJudge(Judge):
     """Compares with the run in which each rank had used its committed micro-batches from the start."""
 
     _planned: tuple[int, ...] = ()
+    _summing = IN_EACH
 
     def plan(self) -> None:
         """Note this rank's micro-batches in an undisturbed step."""
@@ -71,6 +76,8 @@ class RankJudge(Judge):
         self._planned = training.runner.step(training.batch).micro_batch_sizes
 
     def _judge(self, training: Training, before: dict[str, Any], ending: str, result: Any) -> str:
+        passes = getattr(training.runner._ranks, "passes", None)
+        self._summing = IN_EACH if passes is None else passes.summing
         endings = {*_gather(ending)}
         if not {"reported"} <= endings <= {"reported", ""}:
             return super()._judge(training, before, ending, result)
@@ -86,10 +93,13 @@ class RankJudge(Judge):
         return ending or "the next step was made after an update that one rank lacks"
 
     def _commit(self, sizes: tuple[int, ...]) -> tuple[dict[str, Any], torch.Tensor]:
-        key = _gather(sizes)
+        key = _gather((sizes, self._summing))
         if key not in self._committed:
             training = self.training(self.case, **self.options)
             cut_into(training.runner, sizes)
+            if self._summing == IN_EACH:  # as after a shortage
+                memory: Any = training.runner._memory
+                memory._summing = memory._summing.after_shortage()
             result = training.runner.step(training.batch)
             assert (result.micro_batch_sizes, result.retries) == (sizes, 0)
             self._committed[key] = _comparable(training.state()), result.loss
@@ -109,8 +119,11 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
 class ShardedTraining(RankTraining):
     """This rank's part of a case whose parameters are sharded."""
 
+    shape: ClassVar[tuple[int, ...]] = ()  # of the mesh: (replicas, shards)
+
     def __init__(self, case: Case, **options: Any) -> None:
-        super().__init__(replace(case, make_model=lambda: shard(case.make_model())), **options)
+        mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=("replicate", "shard")) if self.shape else None
+        super().__init__(replace(case, make_model=lambda: shard(case.make_model(), mesh=mesh)), **options)
 
     def state(self) -> dict[str, Any]:
         """Hooks of fully_shard by name: each model has its own."""
@@ -122,18 +135,38 @@ class ShardedTraining(RankTraining):
         return model
 
 
+class HoldingTraining(ShardedTraining):
+    """One whose gradients are summed once a step, and whose parameters stay gathered until then."""
+
+    summing = SUMMINGS[-1]
+
+
+class HybridTraining(HoldingTraining):
+    """One whose shards are replicated, on four ranks."""
+
+    shape = (2, 2)
+
+
+KINDS = {
+    "hybrid, summed once": HybridTraining,
+    "whole": RankTraining,
+    "sharded": ShardedTraining,
+    "sharded, summed once": HoldingTraining,
+}
+
+
 def prove_on_ranks(
-    name: str, stride: int = 0, *, count: int = 1, every: int = 1, sharded: bool = False, earlier_steps: int = 0
+    name: str, stride: int = 0, *, count: int = 1, every: int = 1, kind: str = "whole", earlier_steps: int = 0
 ) -> tuple[Counter[str], list[str]]:
     """The outcomes of an error out of memory at operations on each rank, and the wrong ones.
 
     A position at which a rank did not answer within the group's timeout counts as hung, and is the last of its case.
     """
     case = next(case for case in CASES if case.name == name)
-    kind, options = ShardedTraining if sharded else RankTraining, {"earlier_steps": earlier_steps}
-    judge, tally, wrong = RankJudge(case, kind, **options), Counter[str](), list[str]()
+    training, options = KINDS[kind], {"earlier_steps": earlier_steps}
+    judge, tally, wrong = RankJudge(case, training, **options), Counter[str](), list[str]()
     judge.plan()
-    for failing, places in enumerate(_gather(places_of(case, kind, **options))):
+    for failing, places in enumerate(_gather(places_of(case, training, **options))):
         turn = CASES.index(case) + failing + earlier_steps
         chosen = range(1, len(places) + 1, stride) if stride else choose_positions(places, count, every, turn)
         for position in chosen:

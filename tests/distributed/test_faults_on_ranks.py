@@ -22,6 +22,7 @@ LIMIT = 24 * 3600
 """Seconds of one part of the proof, after which a rank counts as hung; the group's own timeout finds it long before."""
 
 NAMES = [case.name for case in RANK_CASES]
+KINDS = ("sharded", "sharded, summed once")
 SHARDED = [case.name for case in SHARDED_CASES]
 CHOSEN = {"stride": 1} if IN_PROOF else {"count": 1, "every": 3}
 """Operations: each one, or one in each third place of a step, by turns."""
@@ -74,17 +75,25 @@ def test_the_proof_on_ranks(part, size, capsys, total):
 @needs_sharding
 @pytest.mark.timeout(LIMIT + 100)
 @pytest.mark.parametrize("size", sample([2, 3], 2))
-@pytest.mark.parametrize("earlier_steps", [0, 1])
-def test_the_proof_with_sharded_parameters(size, earlier_steps, capsys, total):
+@pytest.mark.parametrize(("earlier_steps", "kind"), [(0, KINDS[0]), (1, KINDS[0]), (0, KINDS[1]), (1, KINDS[1])])
+def test_the_proof_with_sharded_parameters(size, earlier_steps, kind, capsys, total):
     """A rank that fails inside a pass takes part in its rest, and all ranks drop it: bitwise as above."""
-    names = sample(SHARDED[earlier_steps:] + SHARDED[:earlier_steps], 4)
-    check(names, size, capsys, total, sharded=True, earlier_steps=earlier_steps, **CHOSEN)
+    first = earlier_steps + 2 * KINDS.index(kind)
+    names = sample(SHARDED[first:] + SHARDED[:first], 4 if kind == KINDS[0] else 6)
+    check(names, size, capsys, total, kind=kind, earlier_steps=earlier_steps, **CHOSEN)
+
+
+@needs_sharding
+@pytest.mark.timeout(LIMIT + 100)
+def test_the_proof_with_replicas_of_shards(capsys, total):
+    """A rank that fails takes part in the sums over its replicas, too: bitwise as above."""
+    check(sample(SHARDED[1:], len(SHARDED)), 4, capsys, total, kind="hybrid, summed once", earlier_steps=1, **CHOSEN)
 
 
 def check(names, size, capsys, total, **options):
     """Print a line for each case and add to the total; none may be wrong or have hung."""
     found = run_ranks(prove, names, size=size, timeout_seconds=60, limit_seconds=LIMIT, options=[options] * size)
-    answers, kind = values_of(found), "sharded, " if "sharded" in options else ""
+    answers, kind = values_of(found), f"{options['kind']}, " if "kind" in options else ""
     for name, (tally, wrong, seconds) in answers[0].items():
         with capsys.disabled():
             print(f"\n{size} ranks, {kind}{name}: {describe(tally)}; {seconds:.0f} s")  # noqa: T201 - the numbers are the proof

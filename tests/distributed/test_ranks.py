@@ -12,7 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
-from autobatch.distributed.ranks import OwnTime, digest_values, find_ranks, world_size
+from autobatch.distributed.parallelism import find_ranks
+from autobatch.distributed.ranks import OwnTime, digest_values, world_size
 from autobatch.errors import InvalidArgument
 
 pytestmark = pytest.mark.quick

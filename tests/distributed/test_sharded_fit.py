@@ -10,11 +10,13 @@ from builders.ranks import run_ranks, values_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from workloads import bits_of, differences
 
 import autobatch
 from autobatch.errors import AutobatchError
+from autobatch.records import IN_EACH, SUMMINGS
 
 pytestmark = needs_sharding
 
@@ -27,6 +29,13 @@ class Wide(nn.Sequential):
 
     def __init__(self):
         super().__init__(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4))
+
+
+class Tall(nn.Sequential):
+    """Many layers, so that all their gradients are much more than those of one layer."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(64, 128), *(nn.Linear(128, 128) for _ in range(20)), nn.Linear(128, 4))
 
 
 def mean_step(model, batch):
@@ -89,7 +98,8 @@ def refuse_all():
     offloaded = fully_shard(Wide())
     for group in offloaded._get_fsdp_state()._fsdp_param_groups:
         group.offload_policy = CPUOffloadPolicy()  # only afterwards: torch makes such a model on a machine with a GPU
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    divided = nn.Sequential(parallelize_module(nn.Linear(64, 4), mesh["tensor"], ColwiseParallel()))
     elsewhere = Wide()
     fully_shard(elsewhere[2], mesh=DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("other", "shard"))["shard"])
     models = {
@@ -97,11 +107,39 @@ def refuse_all():
         "ignored": ignoring,
         "unsynced": unsynced,
         "uneven": uneven,
-        "hybrid": fully_shard(Wide(), mesh=mesh),
+        "in two ways": fully_shard(divided, mesh=mesh["data"]),
         "offloaded": offloaded,
         "elsewhere": fully_shard(elsewhere),
     }
     return {name: fail(lambda model=model: fit(model)) for name, model in models.items()}
+
+
+def fit_with_memory():
+    """Plans and steps with memory for held gradients, and with too little of it: what is planned, and what is run."""
+    model = shard(Tall())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"optimizer": optimizer, "target_batch": 1024, "max_micro_batch": 256}
+    roomy = fit(model, budget="256MiB", **options)
+    least, more = (roomy.summing_trials[summing].peak_reserved for summing in SUMMINGS[:2])
+    tight = round((least + more) / 2 / 0.95)
+    held = roomy.model_copy(update={"summing": SUMMINGS[-1]})  # whatever the clock has shown
+    plans = {
+        "roomy": held,
+        "tight": fit(model, budget=tight, **options),
+        "objective": fit(model, budget="256MiB", objective="memory", **options),
+        "less later": held.model_copy(update={"budget_bytes": tight, "headroom_bytes": 0}),
+    }
+    found = {}
+    for name, plan in plans.items():
+        runner = autobatch.Runner(plan, model, mean_step, optimizer)
+        retries = within = 0
+        for _ in range(2):
+            result = runner.accumulate(make_data(512))
+            retries, within = retries + result.retries, within + (result.peak_bytes <= plan.budget_bytes)
+            model.zero_grad()
+        outcomes = [trial.outcome for trial in plan.summing_trials.values()]
+        found[name] = outcomes, plan.summing, runner._ranks.passes.summing, retries, within
+    return found
 
 
 def fit_all():
@@ -117,6 +155,7 @@ def fit_all():
     found["given"] = describe(fit(model, optimizer=optimizer, share=[3097, 1000]))
     found["short"] = describe(fit(model, optimizer=optimizer, budget="18MiB" if rank else BUDGET))
     found["nothing fits"] = fail(lambda: fit(model, optimizer=optimizer, budget="4MiB" if rank else BUDGET))
+    found["sums"] = fit_with_memory()
     found["speed"] = fail(lambda: fit(model, share="speed"))
     found["strict"] = fail(lambda: fit(model, check="raise", max_micro_batch=100))
     for name, step in (("an error", failing_step), ("an error beside a shortage", short_or_failing_step)):
@@ -179,6 +218,18 @@ def test_the_plan_is_what_the_runner_needs():
     assert results_of("steps") == [[(0, True)] * 4] * 2
 
 
+def test_gradients_are_held_where_there_is_memory_for_them():
+    """By trials of the size, on every rank; and at run time not where less is free, before anything fails."""
+    first, second = results_of("sums")
+    assert first == second
+    assert first == {
+        "roomy": (["fits"] * 3, SUMMINGS[-1], SUMMINGS[-1], 0, 2),
+        "tight": (["fits", "oom"], IN_EACH, IN_EACH, 0, 2),
+        "objective": ([], IN_EACH, IN_EACH, 0, 2),
+        "less later": (["fits"] * 3, SUMMINGS[-1], IN_EACH, 0, 2),
+    }
+
+
 def test_it_leaves_no_trace_on_any_rank():
     """After six plans and four errors."""
     assert results_of("changed") == [[], []]
@@ -216,7 +267,7 @@ REFUSALS = {
     "ignored": ["0.weight", "ignored_params="],
     "unsynced": ["set_requires_gradient_sync(True)"],
     "uneven": ["set_gradient_divide_factor()"],
-    "hybrid": ["0.weight", "2 dimensions"],
+    "in two ways": ["0.weight", "2 dimensions", "tensor parallelism"],
     "offloaded": ["offload_policy=CPUOffloadPolicy()"],
 }
 

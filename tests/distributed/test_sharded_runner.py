@@ -1,5 +1,6 @@
 """A step with sharded parameters is the step of one process with the whole target, in float64 to rounding."""
 
+import itertools
 from functools import cache
 
 import pytest
@@ -16,8 +17,9 @@ from builders.rank_losses import (
     weighted_classes,
 )
 from builders.ranks import run_ranks, values_of
-from sampling import sample
+from sampling import IN_PROOF, sample
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +27,7 @@ from workloads import Plain, make_batch, mean_step
 
 import autobatch
 from autobatch.planning.division import spread
+from autobatch.records import IN_EACH, SUMMINGS
 from autobatch.testing import FakeDevice
 
 pytestmark = needs_sharding
@@ -132,10 +135,21 @@ CASES = {
 }
 
 
+REPLICATED = sample(["deep", "tokens", "counts of zero", "reentrant", "kept after forward"], 3)
+
+
 def divisions_of(name, size):
     """All of them in ``make proof``; else some, by turns from case to case."""
     first = [*CASES].index(name) % len(DIVISIONS[size])
     return sample(DIVISIONS[size][first:] + DIVISIONS[size][:first], 4)
+
+
+def choose_pairs(name, size):
+    """Divisions, and how often gradients are summed: all pairs in ``make proof``; else by turns, from case to case."""
+    divisions, first = divisions_of(name, size), [*CASES].index(name)
+    if IN_PROOF:
+        return [*itertools.product(divisions, SUMMINGS)]
+    return [(division, SUMMINGS[(first + turn) % 3]) for turn, division in enumerate((*divisions, divisions[0]))]
 
 
 def whole_step(name):
@@ -159,28 +173,28 @@ def error_of(found, expected):
     )
 
 
-def make_runner(name, **options):
+def make_runner(name, summing=IN_EACH, mesh=None, **options):
     step, weigh, _, make_model, shards = CASES[name]
     torch.manual_seed(0)
-    model = shard(make_model(), **shards)
+    model = shard(make_model(), mesh=mesh, **shards)
     if isinstance(model, Described):
         register_fsdp_forward_method(model, "describe")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     size, rank = dist.get_world_size(), dist.get_rank()
-    plan = make_rank_plans(spread(SAMPLES, size), 3, weighed=weigh is not None, **SMALL)[rank]
+    plan = make_rank_plans(spread(SAMPLES, size), 3, weighed=weigh is not None, summing=summing, **SMALL)[rank]
     device = FakeDevice(lambda n: 10 + n, total_bytes=1000)
     options.setdefault("backward", run_backward if name == "divided before" else None)
     runner = autobatch.Runner(plan, model, step, optimizer, weigh=weigh, device=device, max_grad_norm=NORM, **options)
     return model, optimizer, runner
 
 
-def step_on_a_rank(name):
+def step_on_a_rank(name, mesh=None):
     """Errors of gradient, weights and loss of every division, and the sizes of the micro-batches."""
     rank, errors = dist.get_rank(), []
     gradients, weights, loss = whole_step(name)
     whole = make_batch(SAMPLES, torch.float64)
-    for division in divisions_of(name, dist.get_world_size()):
-        model, _, runner = make_runner(name)
+    for division, summing in choose_pairs(name, dist.get_world_size()):
+        model, _, runner = make_runner(name, summing, mesh)
         start = sum(division[:rank])
         batch = tuple(part[start : start + division[rank]] for part in whole)
         if 0 in division:  # each rank has run the model once
@@ -198,6 +212,19 @@ def step_on_a_rank(name):
 
 def step_through_all():
     return {name: step_on_a_rank(name) for name in CASES}
+
+
+def step_on_replicas():
+    """Two replicas of two shards each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return {name: step_on_a_rank(name, mesh) for name in REPLICATED}
+
+
+@pytest.mark.timeout(400)
+def test_replicas_of_shards_are_summed_too():
+    """A mesh of two dimensions (HSDP): gradient, norm and weights are those of the whole target."""
+    for errors in values_of(run_ranks(step_on_replicas, size=4, limit_seconds=300)):
+        assert {name: found for name, found in errors.items() if max(map(max, found)) >= 1e-12} == {}
 
 
 @cache

@@ -7,11 +7,11 @@
 3. At the end of a pass all ranks exchange how it went. If one ran out of memory, all drop the pass and run it again.
 4. If a known pass differs on one rank, all drop it too, and agree on each collective again.
 """
-# ruff: noqa: SLF001 - torch can set a module's collectives, but has no public name to read the present ones
 
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,16 +24,24 @@ from torch import nn
 from autobatch._user_errors import contextmanager
 from autobatch.distributed.agreement import Agreement, name_error
 from autobatch.distributed.channel import Channel, uninterrupted
-from autobatch.distributed.sharded.model import divisor_of, param_groups, refuse_changed_settings, reset
+from autobatch.distributed.sharded.internals import (
+    collectives_of,
+    param_groups,
+    replicas_of,
+    set_collectives,
+    set_replicas,
+    sums_are_narrow,
+)
+from autobatch.distributed.sharded.model import refuse_changed_settings, reset
+from autobatch.distributed.sharded.passes import Passes, PassName
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument, RankFailed, RankLost
 from autobatch.memory.oom import describe_error, is_oom
+from autobatch.records import IN_EACH, SUMMINGS, Summing
 from autobatch.undo.interrupts import deferred_interrupts
 
 # Causes of another run of a pass that did not run out of memory.
 DIFFERS = "the pass differs"
 ONE_SAMPLE = "the model refuses one sample"
-
-PassName = Literal["forward", "backward"]
 
 
 class PassDropped(DoesNotFit):
@@ -47,10 +55,13 @@ class PassDiffers(AutobatchError):
         super().__init__("this pass gathers or scatters other parameters than the one before")
 
 
-class Collective(NamedTuple):
-    """One gather or scatter."""
+Kind = Literal["gather", "scatter", "sum"]
 
-    kind: Literal["gather", "scatter"]
+
+class Collective(NamedTuple):
+    """One gather or scatter, or a sum over the replicas of a shard."""
+
+    kind: Kind
     place: int  # in the model's param_groups
     outputs: int  # numbers in the result
     inputs: int  # numbers sent
@@ -89,33 +100,31 @@ class KnownPass:
         self.equal, self.needed = 0, 2 * self.needed + 2
 
 
-class Lockstep:
-    """One model's passes on every rank, for one runner or for the trials of one ``fit``.
-
-    Attributes:
-        running: The pass that has begun and that the ranks have not ended yet.
-        causes: Causes of any rank to run the last dropped pass again: ``DIFFERS``, ``ONE_SAMPLE``, ``"short"``.
-        divisor: Number by which torch divides the sum of the ranks' gradients.
-    """
+class Lockstep(Passes):
+    """Passes that all ranks can run again, because a rank that fails in one still ends it with them."""
 
     def __init__(self, model: nn.Module, channel: Channel) -> None:
         """Take part in nothing outside a step."""
-        self.running: PassName | None = None
-        self.causes: frozenset[str] = frozenset()
-        self.divisor = divisor_of(model)
-        self._model, self._channel, self._groups = model, channel, param_groups(model)
+        super().__init__(model, channel)
+        self._groups = param_groups(model)
         self._factor: float | None = self._groups[0].gradient_divide_factor
-        self._agreement: Agreement | None = None
-        self._passes: dict[PassName, KnownPass] = {"forward": KnownPass(), "backward": KnownPass()}
+        self.most = IN_EACH if any(map(sums_are_narrow, self._groups)) else SUMMINGS[-1]
+        self._left, self._sums, self._stays = 0, True, False
+        # Without a sum, or with parameters that stayed gathered, a pass has other collectives.
+        self._passes: defaultdict[tuple[PassName, bool], KnownPass] = defaultdict(KnownPass)
         self._pass, self._now, self._is_followed = KnownPass(), list[Collective](), False
         for place, group in enumerate(self._groups):
             if not _is_watched(group):
-                group._all_gather_comm = _WatchedCollective("gather", place, group._all_gather_comm)
-                group._reduce_scatter_comm = _WatchedCollective("scatter", place, group._reduce_scatter_comm)
+                gather, scatter = collectives_of(group)
+                watched = _WatchedCollective("gather", place, gather), _WatchedCollective("scatter", place, scatter)
+                set_collectives(group, *watched)
+                replicas = replicas_of(group)
+                if replicas is not None and not isinstance(replicas, _WatchedReplicas):
+                    set_replicas(group, _WatchedReplicas(replicas, watched[1]))
 
     def begin(self, agreement: Agreement) -> None:
         """Begin a step, in which all ranks run the same number of micro-batches."""
-        self._agreement, self.running = agreement, None
+        super().begin(agreement)
         refuse_changed_settings(self._model, self._groups, self._factor)
         if not all(map(_is_watched, self._groups)):
             raise InvalidArgument(
@@ -123,12 +132,25 @@ class Lockstep:
                 "before"
             )
         for group in self._groups:
-            group._all_gather_comm.lockstep = group._reduce_scatter_comm.lockstep = self
+            for watched in collectives_of(group):
+                watched.lockstep = self
         reset(self._model)  # a pass between two steps leaves parameters gathered
 
+    def expect(self, micro_batches: int, summing: Summing) -> None:
+        """Expect so many micro-batches until the step ends; ``summing`` says in which of them gradients are summed."""
+        self.summing, self._left = summing, micro_batches
+        self._set(sums=True, stays=False)
+
+    def begin_micro_batch(self) -> None:
+        """Begin one of them: gradients stay on this rank until the last one, if they are summed once."""
+        self._left -= 1
+        waits = self._left > 0 and self.summing != IN_EACH
+        self._set(sums=not waits, stays=waits and self.summing == SUMMINGS[-1])
+
     def leave(self) -> None:
-        """End the step."""
-        self._agreement, self.running = None, None
+        """End the step; gradients are summed in each pass outside it."""
+        super().leave()
+        self._set(sums=True, stays=False)
 
     def start(self, name: PassName) -> None:
         """End the pass before and begin another one; a second call in a pass does nothing."""
@@ -136,7 +158,12 @@ class Lockstep:
             return
         with deferred_interrupts():  # the other ranks rely on this one to be in the new pass
             self.finish()
-            self._begin_pass(name, self._passes[name])
+            differs = self._stays
+            if name == "forward":
+                self.begin_micro_batch()
+            else:
+                differs = not self._sums
+            self._begin_pass(name, self._passes[name, differs])
 
     def finish(self) -> None:
         """End the running pass, if any; raise PassDropped if another rank drops it."""
@@ -209,6 +236,13 @@ class Lockstep:
         finally:
             self.leave()
 
+    def _set(self, *, sums: bool, stays: bool) -> None:
+        if sums != self._sums:
+            self._model.set_requires_gradient_sync(sums)  # type: ignore[operator]
+        if stays != self._stays:
+            self._model.set_reshard_after_backward(not stays)  # type: ignore[operator]
+        self._sums, self._stays = sums, stays
+
     def _begin_pass(self, name: PassName, known: KnownPass) -> None:
         self.running, self._pass, self._now, self._is_followed = name, known, [], known.is_known
 
@@ -272,7 +306,7 @@ class _WatchedCollective:
 
     lockstep: Lockstep | None = None
 
-    def __init__(self, kind: Literal["gather", "scatter"], place: int, inner: Any) -> None:
+    def __init__(self, kind: Kind, place: int, inner: Any) -> None:
         self.kind, self.place, self.inner = kind, place, inner
 
     def allocate(self, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -283,16 +317,37 @@ class _WatchedCollective:
         def call(output: torch.Tensor, given: torch.Tensor) -> Any:
             return self.inner(output_tensor=output, input_tensor=given, **options)
 
+        return self.give(self.kind, call, output_tensor, input_tensor)
+
+    def give(
+        self, kind: Kind, call: Callable[[torch.Tensor, torch.Tensor], Any], output: torch.Tensor, given: torch.Tensor
+    ) -> Any:
+        """Let the lockstep run a collective of this kind, if there is one."""
         if self.lockstep is None:
-            return call(output_tensor, input_tensor)
-        sizes = output_tensor.numel(), input_tensor.numel()
-        collective = Collective(self.kind, self.place, *sizes, output_tensor.dtype, output_tensor.device, call)
-        return self.lockstep.take_part(collective, output_tensor, input_tensor)
+            return call(output, given)
+        sizes = output.numel(), given.numel()
+        collective = Collective(kind, self.place, *sizes, output.dtype, output.device, call)
+        return self.lockstep.take_part(collective, output, given)
+
+
+class _WatchedReplicas(dist.ProcessGroup):
+    """The process group of a shard's replicas, in which torch sums what it has scattered, and nothing else."""
+
+    def __init__(self, inner: dist.ProcessGroup, scatter: _WatchedCollective) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this one
+        self._inner, self._scatter = inner, scatter
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> None:  # type: ignore[override]
+        def call(output: torch.Tensor, _: torch.Tensor) -> None:
+            self._inner.allreduce([output], opts).wait()
+
+        (tensor,) = tensors
+        self._scatter.give("sum", call, tensor, tensor[:0])
 
 
 def _is_watched(group: Any) -> bool:
     """Return whether the collectives of one of the model's ``param_groups`` are watched."""
-    return all(isinstance(one, _WatchedCollective) for one in (group._all_gather_comm, group._reduce_scatter_comm))
+    return all(isinstance(one, _WatchedCollective) for one in collectives_of(group))
 
 
 def _make_zeros(collective: Collective) -> tuple[torch.Tensor, torch.Tensor]:

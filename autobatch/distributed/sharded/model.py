@@ -1,92 +1,75 @@
 """Reads models that ``fully_shard`` (FSDP2) has divided, refuses unsupported ones, and clears passes that broke off."""
-# ruff: noqa: SLF001 - torch has no public name for the state and the options of fully_shard
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from autobatch._user_errors import contextmanager
+from autobatch.distributed.sharded.internals import (
+    drop_local_gradients,
+    ends_backward,
+    gathers,
+    has_all_reduce_hook,
+    has_local_gradients,
+    has_run,
+    is_tried,
+    param_groups,
+)
 from autobatch.errors import InvalidArgument
+from autobatch.torch_internals.storages import has_shards
 
 _NEEDED = ("reset_iter_state", "set_custom_all_gather", "set_custom_reduce_scatter")
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether ``fully_shard`` was called on the model or on a module in it."""
-    return isinstance(model, nn.Module) and any(map(_gathers, model.modules()))
-
-
-def sharded_modules(model: nn.Module) -> list[Any]:
-    """Return the modules on which ``fully_shard`` was called."""
-    return [module for module in model.modules() if _gathers(module)]
-
-
-def _gathers(module: nn.Module) -> bool:
-    """Return whether ``fully_shard`` was called on the module: then torch has imported it, which takes 0.6 s."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
-
-
-def has_shards(parameter: torch.Tensor) -> bool:
-    """Return whether each rank has only a part of this parameter or gradient."""
-    return type(parameter.data).__name__ == "DTensor"
-
-
-def group_of(model: nn.Module) -> dist.ProcessGroup:
-    """Return the ranks over which the parameters are sharded."""
-    parameter: Any = next(parameter for parameter in model.parameters() if has_shards(parameter))
-    group: dist.ProcessGroup = parameter.device_mesh.get_group()
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks over which the parameters are sharded, those of all replicas; ``None``: all there are."""
+    mesh = _mesh_of(model)
+    group: dist.ProcessGroup | None = mesh.get_group() if mesh.ndim == 1 else None
     return group
 
 
-def param_groups(model: nn.Module) -> list[Any]:
-    """Return each ``FSDPParamGroup``: parameters that are gathered together, in the same order on each rank."""
-    groups = [group for module in sharded_modules(model) for group in module._get_fsdp_state()._fsdp_param_groups]
-    return [*{id(group): group for group in groups}.values()]  # fully_shard([a, b]) makes one of two modules
+def count_replicas(model: nn.Module) -> int:
+    """Return the number of ranks that have each shard: more than one with a mesh of two dimensions (HSDP)."""
+    mesh = _mesh_of(model)
+    return 1 if mesh.ndim == 1 else int(mesh.size(0))
+
+
+def _mesh_of(model: nn.Module) -> Any:
+    parameter: Any = next(parameter for parameter in model.parameters() if has_shards(parameter))
+    return parameter.device_mesh
 
 
 def divisor_of(model: nn.Module) -> float:
     """Return the number by which torch divides the sum of the ranks' gradients."""
-    divisor = param_groups(model)[0].gradient_divide_factor
-    return float(dist.get_world_size(group_of(model)) if divisor is None else divisor)
+    divisor = param_groups(model)[0].gradient_divide_factor if is_tried() else None
+    return float(_mesh_of(model).size() if divisor is None else divisor)
 
 
-def unsharded_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """Return extra tensors that count as parameters in a graph: those that were gathered at least once."""
-    return [p._unsharded_param for p in _fsdp_params(model) if hasattr(p, "_unsharded_param")]
-
-
-def gathered_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that take gathered parameters; torch frees their memory between passes."""
-    return [tensor for p in _fsdp_params(model) for tensor in p.all_gather_outputs]
-
-
-def _fsdp_params(model: nn.Module) -> list[Any]:
-    return [parameter for group in param_groups(model) for parameter in group.fsdp_params]
+@contextmanager
+def keeping_parameters(model: nn.Module) -> Iterator[None]:
+    """Block that leaves modules the parameters that they have now, gathered or in shards."""
+    tables = [module._parameters for module in model.modules() if module._parameters]  # noqa: SLF001 - no public way
+    held = [table.copy() for table in tables]
+    yield
+    for table, parameters in zip(tables, held, strict=True):
+        table.update(parameters)
 
 
 def reset(model: nn.Module) -> None:
-    """Clear a forward or backward pass that broke off; sharded gradients stay.
-
-    ``reset_iter_state`` leaves gradients on the unsharded parameters (torch 2.13); the next pass would add to them.
-    """
-    if model._get_fsdp_state()._is_root is None:  # type: ignore[operator]  # no pass has begun yet
-        return
-    model.reset_iter_state()  # type: ignore[operator]
-    for parameter in _fsdp_params(model):
-        parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
+    """Clear a forward or backward pass that broke off; sharded gradients stay."""
+    if has_run(model):
+        model.reset_iter_state()  # type: ignore[operator]
+        drop_local_gradients(model)
 
 
 def refuse_unsupported_sharding(model: nn.Module) -> None:
     """Refuse a model whose passes cannot end on all ranks together."""
-    if not _gathers(model):
+    if not gathers(model):
         raise InvalidArgument(
             f"fully_shard was called on modules inside {type(model).__name__} and not on the whole model: call "
             f"fully_shard(model) last"
@@ -96,7 +79,7 @@ def refuse_unsupported_sharding(model: nn.Module) -> None:
             f"fully_shard needs torch 2.13 or later here, and this is {torch.__version__}: use DistributedDataParallel"
         )
     _refuse_parameters(dict(model.named_parameters()))
-    groups = param_groups(model)
+    groups = param_groups(model) if is_tried() else []
     for group in groups:
         _refuse_settings(group)
         if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
@@ -119,13 +102,13 @@ def refuse_changed_settings(model: nn.Module, groups: Sequence[Any], factor: flo
                 "set_gradient_divide_factor() was called after Runner() was made: call it before, with the same on "
                 "each module"
             )
-        if any(map(_has_local_gradient, group.fsdp_params)):
-            raise InvalidArgument(
-                "an earlier backward pass left gradients that are not summed over the ranks "
-                "(set_requires_gradient_sync(False)): let the Runner accumulate, or call model.reset_iter_state() to "
-                "drop them"
-            )
-    if not model._get_fsdp_state()._state_ctx.is_last_backward:  # type: ignore[operator]
+    if has_local_gradients(model):
+        raise InvalidArgument(
+            "an earlier backward pass left gradients that are not summed over the ranks "
+            "(set_requires_gradient_sync(False)): let the Runner accumulate, or call model.reset_iter_state() to "
+            "drop them"
+        )
+    if not ends_backward(model):
         raise InvalidArgument(
             "backward passes are not finished (set_is_last_backward(False)): call model.set_is_last_backward(True) "
             "before"
@@ -141,13 +124,19 @@ def _refuse_parameters(parameters: Mapping[str, Any]) -> None:
                 f"the parameter {name} is not sharded (ignored_params=), so its gradient is not summed over the ranks: "
                 f"do not ignore it"
             )
-        if parameter.device_mesh.ndim > 1:
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if mesh.ndim > 2 or not all(placement.is_replicate() for placement in placements[:-1]):
             raise InvalidArgument(
-                f"the parameter {name} is sharded over a mesh of {parameter.device_mesh.ndim} dimensions (HSDP or "
-                f"tensor parallelism), which is not supported: call fully_shard() with a mesh of one dimension"
+                f"the parameter {name} is sharded over {mesh.ndim} dimensions of a mesh (tensor parallelism), which is "
+                f"not supported: call fully_shard() with a mesh of one dimension, or of two (replicate, shard)"
+            )
+        if mesh.ndim == 2 and mesh.size() != dist.get_world_size():
+            raise InvalidArgument(
+                f"the parameter {name} is on a mesh of {mesh.size()} of {dist.get_world_size()} ranks and two "
+                f"dimensions: call fully_shard() with a mesh of all ranks, or of one dimension"
             )
         first = first or name
-        ranks, others = (dist.get_process_group_ranks(parameters[one].device_mesh.get_group()) for one in (name, first))
+        ranks, others = (parameters[one].device_mesh.mesh.tolist() for one in (name, first))
         if ranks != others:
             raise InvalidArgument(
                 f"the parameter {name} is sharded over the ranks {ranks}, and {first} over {others}: call "
@@ -156,17 +145,11 @@ def _refuse_parameters(parameters: Mapping[str, Any]) -> None:
 
 
 def _refuse_settings(group: Any) -> None:
-    if not group.reduce_grads:
+    if not (group.reduce_grads and group.all_reduce_grads):
         raise InvalidArgument(
             "gradients are not summed over the ranks: call model.set_requires_gradient_sync(True) before"
         )
-    if group._all_reduce_hook is not None:
+    if has_all_reduce_hook(group):
         raise InvalidArgument("set_all_reduce_hook() is not supported: leave it out")
     if not group.reshard_after_backward:
         raise InvalidArgument("set_reshard_after_backward(False) is not supported: leave it out")
-
-
-def _has_local_gradient(parameter: Any) -> bool:
-    """Return whether a gathered parameter has a gradient that is not summed over the ranks."""
-    gathered = getattr(parameter, "_unsharded_param", None)
-    return parameter.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)

@@ -9,21 +9,23 @@ from typing import Any
 import torch
 
 from autobatch.distributed.channel import uninterrupted
-from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.sharded.lockstep import Lockstep
-from autobatch.distributed.sharded.model import has_shards
+from autobatch.distributed.sharded.passes import Passes
+from autobatch.distributed.sharded.ranks import ShardedRanks
 from autobatch.distributed.shared_step import SharedStep
+from autobatch.records import IN_EACH, SUMMINGS, Summing
+from autobatch.torch_internals.storages import has_shards
 
 
 class ShardedStep(SharedStep):
     """One step, on every rank, of a model with sharded parameters."""
 
-    lockstep: Lockstep
+    passes: Passes
+    summing: Summing = IN_EACH  # what this rank has memory for
     gradient_norm: torch.Tensor | None = None  # over all ranks, before clipping
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: ShardedRanks,
         name: str,
         optimizer: Any | None = None,
         *,
@@ -32,24 +34,23 @@ class ShardedStep(SharedStep):
     ) -> None:
         """Send nothing yet; gradients are clipped to ``max_grad_norm`` over all ranks."""
         super().__init__(ranks, name, optimizer, meets_again=meets_again or max_grad_norm is not None)
-        assert ranks.lockstep is not None  # noqa: S101 - narrows for mypy
-        self.lockstep, self._max_grad_norm = ranks.lockstep, max_grad_norm
+        self.passes, self._max_grad_norm, self._replicas = ranks.passes, max_grad_norm, ranks.replicas
 
     def begin(self) -> None:
         """Let all ranks end each pass together, until ``close``."""
-        self.lockstep.begin(self._agreement)
+        self.passes.begin(self._agreement)
         self._ranks.own_time.start()
 
     def close(self) -> None:
         """Let the model run passes outside a step again."""
-        self.lockstep.leave()
+        self.passes.leave()
         super().close()
 
     def fail(self, error: BaseException) -> None:
         """Send an error that ended this rank's step to the others, unless they know it."""
         if self.is_agreed:
             super().fail(error)
-        self.lockstep.abandon(error)
+        self.passes.abandon(error)
 
     def find_totals(self, weights: Mapping[str, float], samples: int) -> tuple[Mapping[str, float], int]:
         """Return the totals of all ranks, which sum gradients in each pass."""
@@ -58,9 +59,12 @@ class ShardedStep(SharedStep):
         return self._totals
 
     def agree_on_number(self, micro_batches: int) -> int:
-        """Return the most micro-batches that any rank has left."""
-        gathered = self._agreement.gather("micro-batches", count=micro_batches)
-        return max(int(values["count"]) for values in gathered)
+        """Return the most micro-batches that any rank has left; gradients are summed as every rank has memory for."""
+        own = SUMMINGS.index(min(self.summing, self.passes.most, key=SUMMINGS.index))
+        gathered = self._agreement.gather("micro-batches", count=micro_batches, summing=own)
+        number = max(int(values["count"]) for values in gathered)
+        self.passes.expect(number, SUMMINGS[min(values["summing"] for values in gathered)])
+        return number
 
     def sum(
         self, parameters: Sequence[torch.Tensor], sums: MutableMapping[torch.Tensor, torch.Tensor]
@@ -73,7 +77,7 @@ class ShardedStep(SharedStep):
             for parameter in parameters:
                 gradient = sums.get(parameter, parameter.grad)
                 if gradient is not None and parameter.requires_grad and not has_shards(parameter):
-                    gradient.div_(self.lockstep.divisor)
+                    gradient.div_(self.passes.divisor)
         return super().sum(parameters, sums)
 
     def _copy_buffers(self) -> None:
@@ -89,27 +93,14 @@ class ShardedStep(SharedStep):
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does; its collectives would wait for a rank that fails."""
         parts, whole = _split_gradients(self._optimizer)
         gathered = self._agreement.gather("clip", square=_sum_squares(parts), whole=_sum_squares(whole))
-        square = math.fsum(values["square"] for values in gathered) + gathered[0]["whole"]  # the same on each rank
+        square = math.fsum(values["square"] for values in gathered) / self._replicas
+        square += gathered[0]["whole"]  # the same on each rank
         norm = math.sqrt(square)
         self.gradient_norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
         factor = most / (norm + 1e-6)
         if not factor >= 1:  # not "<", which is false for nan
             for gradient in (*parts, *whole):
                 gradient.mul_(factor)
-
-
-def begin_step(
-    ranks: Ranks,
-    name: str,
-    optimizer: Any | None = None,
-    *,
-    max_grad_norm: float | None = None,
-    meets_again: bool = False,
-) -> SharedStep:
-    """Make this rank's part of a step."""
-    if ranks.lockstep is not None:
-        return ShardedStep(ranks, name, optimizer, max_grad_norm=max_grad_norm, meets_again=meets_again)
-    return SharedStep(ranks, name, optimizer, meets_again=meets_again)
 
 
 def _split_gradients(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -19,7 +19,8 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from autobatch.distributed.data_parallel import module_of
-from autobatch.distributed.ranks import all_or_none, find_ranks
+from autobatch.distributed.parallelism import find_ranks
+from autobatch.distributed.ranks import all_or_none
 from autobatch.errors import DoesNotFit
 from autobatch.fitting.fit import fit
 from autobatch.fitting.options import Options
