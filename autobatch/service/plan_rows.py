@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from fastapi import HTTPException
 from sqlalchemy import Connection, func, select
 
 from autobatch.planning.plan_record import PlanRecord
@@ -20,7 +21,7 @@ from autobatch.service.answers import (
 )
 from autobatch.service.comparison import card_key, card_keys, predicted_bytes
 from autobatch.service.records import PlanIn, PredictionIn
-from autobatch.service.rows import NotFound, Rows, cut
+from autobatch.service.rows import Rows, cut
 from autobatch.service.tables import PeakRow, PlanRow, PredictionRow
 
 _MOST_RECALLED = 10
@@ -69,7 +70,7 @@ class PlanRows(Rows):
         with self.database.read() as connection:
             row = connection.execute(select(PlanRow.host, PlanRow.content).where(PlanRow.id == plan_id)).first()
         if row is None:
-            raise NotFound(f"no plan has the id {plan_id}")
+            raise HTTPException(404, f"no plan has the id {plan_id}")
         return row.host, PlanRecord.model_validate_json(row.content)
 
     def recall(self, fingerprint: str, rank: int) -> list[PlanRecord]:

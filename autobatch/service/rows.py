@@ -26,18 +26,6 @@ _SEARCHED = ("model", "device", "host")
 _Line = TypeVar("_Line", bound=Record)
 
 
-class NotFound(Exception):
-    """The record is unknown, or was forgotten."""
-
-    status = 404
-
-
-class Conflict(Exception):
-    """The record contradicts what is stored."""
-
-    status = 409
-
-
 class Rows:
     """The rows of one database."""
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, cast
 
+from fastapi import HTTPException
 from sqlalchemy import BigInteger, Connection, Double, Table, Text, bindparam, case, func, select, update
 from sqlalchemy.sql import ColumnElement
 
@@ -15,7 +16,7 @@ from autobatch.service.answers import Card, CardRun, Machine, RankLine, RunLine,
 from autobatch.service.comparison import card_key
 from autobatch.service.database import Database
 from autobatch.service.records import CardReading, RunEnd, RunIn, RunSummary
-from autobatch.service.rows import Conflict, NotFound, Rows, columns_of, make_upsert
+from autobatch.service.rows import Rows, columns_of, make_upsert
 from autobatch.service.tables import LATELY, ForgottenRow, PeakRow, ReadingRow, RunRow, SummaryRow
 
 _RECENT_S = 3600.0  # of a card's reading; and how late a summary may come to count as news
@@ -92,7 +93,7 @@ class RunRows(Rows):
             _check_owner(run_id, run.owner, owner)
             most = time.time() - min(run.started_at, run.added_at) + _MOST_AHEAD
             if sent.number > most:  # it would freeze the totals: only a higher number changes them
-                raise Conflict(f"the run {run_id} is too young for a summary with the number {sent.number}")
+                raise HTTPException(409, f"the run {run_id} is too young for a summary with the number {sent.number}")
             is_new = self.insert(connection, SummaryRow, row)
             if is_new and sent.number >= run.summaries:  # one that comes late changes no totals
                 connection.execute(_UPDATE_RUN, latest)
@@ -123,7 +124,7 @@ class RunRows(Rows):
         """Return that nothing is new if the run was forgotten: its client has no more to do."""
         is_it = (ForgottenRow.kind == RunRow.__tablename__) & (ForgottenRow.id == run_id)
         if connection.execute(select(ForgottenRow.id).where(is_it)).first() is None:
-            raise NotFound(f"no run has the id {run_id}")
+            raise HTTPException(404, f"no run has the id {run_id}")
         return False
 
     def list_runs(self, query: RunQuery = _ALL) -> RunPage:
@@ -156,7 +157,7 @@ class RunRows(Rows):
         with self.database.read() as connection:
             run = dict(connection.execute(its_run).mappings().first() or {})
             if not run:
-                raise NotFound(f"no run has the id {run_id}")
+                raise HTTPException(404, f"no run has the id {run_id}")
             joined = -(-run.pop("summaries") // _MOST_LINES) or 1
             course = select(*highest, smallest).where(its).group_by(SummaryRow.number // joined).order_by("number")
             rows = connection.execute(course).mappings().all()
@@ -226,7 +227,7 @@ class RunRows(Rows):
 
 def _check_owner(run_id: str, owner: str, sender: str | None) -> None:
     if sender is not None and sender != owner:
-        raise Conflict(f"another token began the run {run_id}")
+        raise HTTPException(409, f"another token began the run {run_id}")
 
 
 def _seen_at(at: float, cards: Sequence[CardReading]) -> float:

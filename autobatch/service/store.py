@@ -6,12 +6,13 @@ import time
 from functools import partial
 from typing import Any, Literal
 
+from fastapi import HTTPException
 from sqlalchemy import Connection, func, select, update
 from sqlalchemy.sql import ColumnElement, Select
 
 from autobatch.service.answers import Alert
 from autobatch.service.plan_rows import PlanRows
-from autobatch.service.rows import NotFound, delete_rows
+from autobatch.service.rows import delete_rows
 from autobatch.service.run_rows import RunRows
 from autobatch.service.tables import AlertRow, PeakRow, PlanRow, PredictionRow, RunRow
 
@@ -32,7 +33,7 @@ class Store(PlanRows, RunRows):
 
         def write(connection: Connection) -> int:
             if not self.forget_rows(connection, _TABLES[kind], _TABLES[kind].id == record_id):
-                raise NotFound(f"no {kind.removesuffix('s')} has the id {record_id}")
+                raise HTTPException(404, f"no {kind.removesuffix('s')} has the id {record_id}")
             return self.forget_rows(connection, RunRow, RunRow.plan_id == record_id) if kind == "plans" else 0
 
         return self.database.write(write)

@@ -137,7 +137,7 @@ def test_a_stranger_s_body_is_not_read(client_of):
 @ON_SQLITE
 def test_silent_connections_are_ended(service, monkeypatch):
     """Without a byte, within the headers, after a request and within the body; a stream stays open."""
-    monkeypatch.setattr("autobatch.service.server._HEADERS_WITHIN_S", 0.3)
+    monkeypatch.setattr("autobatch.service.server._REQUEST_WITHIN_S", 0.3)
     monkeypatch.setattr("autobatch.service.shield._BODY_WITHIN_S", 0.3)
     token = service.tokens.create("ci", "admin")
     server = make_server(service)
