@@ -20,11 +20,11 @@ from autobatch.report.difference import diff_plans
 from autobatch.report.html import make_environment, render_fragment
 from autobatch.report.pictures import PALETTE
 from autobatch.service.alerts import NEAR, WATCHED_S
-from autobatch.service.answers import PageQuery, PlanQuery, RunQuery, SummaryLine
+from autobatch.service.answers import PageQuery, PlanQuery, RunQuery
 from autobatch.service.api import COOKIE, Admin, GuardedRoute, This, find_token
 from autobatch.service.auth import ANYONE
 from autobatch.service.comparison import summarise_groups
-from autobatch.service.records import Id, Name, OptionalId
+from autobatch.service.records import Id, Name, OptionalId, SummaryLine
 from autobatch.service.shield import read_body
 from autobatch.service.state import Service
 from autobatch.service.store import Kind, Store

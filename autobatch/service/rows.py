@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, Table, delete, false, literal, select, tuple_
+from sqlalchemy import Connection, Table, delete, false, func, literal, select, tuple_
 from sqlalchemy.sql import ColumnElement
 
 from autobatch.service import tables
@@ -36,7 +36,6 @@ class Rows:
             mapper.class_: database.insert(cast("Table", mapper.local_table)).on_conflict_do_nothing()
             for mapper in Base.registry.mappers
         }
-        self._names: set[tuple[str, str]] = set()  # known to be in the table
 
     def insert(self, connection: Connection, table: type[Base], row: Mapping[str, Any]) -> bool:
         """Insert a row unless there is one with its key; return whether it is new."""
@@ -46,30 +45,24 @@ class Rows:
         self, table: type[Base], row: Mapping[str, Any], then: Callable[[Connection], object] | None = None
     ) -> bool:
         """Store a record unless it is there or was forgotten; ``then`` writes what belongs to a new one."""
-        columns = _columns(table)
-        # New names go first and in one order, so that writers do not wait for each other.
-        unknown = sorted({(kind, row[kind]) for kind in _SEARCHED if row.get(kind)} - self._names)
-        is_forgotten = select(ForgottenRow.id).where(
-            ForgottenRow.kind == table.__tablename__, ForgottenRow.id == row["id"]
-        )
+        is_it = (ForgottenRow.kind == table.__tablename__) & (ForgottenRow.id == row["id"])
 
         def write(connection: Connection) -> bool:
-            for kind, name in unknown:
-                self.insert(connection, NameRow, {"kind": kind, "name": name, "folded": name.casefold()})
+            # Names go first and in one order, so that writers do not wait for each other.
+            for kind in _SEARCHED:
+                if name := row.get(kind):
+                    self.insert(connection, NameRow, {"kind": kind, "name": name, "folded": name.casefold()})
             if not self.insert(connection, table, row):
                 return False
             # After the insert, which waits for a transaction that forgets this record now.
-            if connection.execute(is_forgotten).first():
-                connection.execute(delete(table).where(columns["id"] == row["id"]))
+            if connection.execute(select(ForgottenRow.id).where(is_it)).first():
+                connection.execute(delete(table).where(_columns(table)["id"] == row["id"]))
                 return False
             if then is not None:
                 then(connection)
             return True
 
-        is_new = self.database.write(write)
-        if len(self._names) < 10_000:  # a hostile writer must not fill the memory
-            self._names.update(unknown)
-        return is_new
+        return self.database.write(write)
 
     def forget_rows(self, connection: Connection, table: type[Base], wanted: ColumnElement[bool]) -> int:
         """Delete records, and keep their ids so that no client brings them back; return how many."""
@@ -77,23 +70,27 @@ class Rows:
         connection.execute(self._inserts[ForgottenRow].from_select(["kind", "id", "at"], ids))
         return delete_rows(connection, table, wanted)
 
-    def find_parts(self, table: type[Base], moment: str, parts: Mapping[str, str]) -> list[ColumnElement[bool]]:
-        """Return conditions: each of these columns has this part in it, in any case.
+    def find_parts(self, table: type[Base], parts: Mapping[str, str]) -> list[ColumnElement[bool]]:
+        """Return conditions: an id begins with its part, a name has it anywhere, in any case.
 
-        Names are searched in their short table, ids in an index. The query then lists what was found, so that
-        PostgreSQL's planner knows how many rows have it.
+        Names are searched in their short table, ids in their index. The query then lists what was found, so that
+        the database's planner knows how many rows have it.
         """
         columns, conditions = _columns(table), []
         with self.database.read() as connection:
             for name, part in parts.items():
                 if name == "id":
-                    query = select(columns["id"]).where(columns["id"].icontains(part, autoescape=True))
-                    query = query.order_by(columns[moment].desc())
+                    query = select(columns["id"]).where(columns["id"].between(part, f"{part}~"))  # "~" is after letters
+                    common = func.substr(columns["id"], 1, len(part)) == part
                 else:
                     is_like = NameRow.folded.contains(part.casefold(), autoescape=True)
                     query = select(NameRow.name).where(NameRow.kind == name, is_like)
-                found = connection.execute(query.limit(_MOST_FOUND)).scalars().all()
-                conditions.append(columns[name].in_(found) if found else false())  # SQLite reads all for IN ()
+                    common = columns[name].in_(query)
+                found = connection.execute(query.limit(_MOST_FOUND + 1)).scalars().all()
+                if len(found) > _MOST_FOUND:  # the newest rows have it, too
+                    conditions.append(common)
+                else:
+                    conditions.append(columns[name].in_(found) if found else false())  # SQLite reads all for IN ()
         return conditions
 
     def read_page(
@@ -110,9 +107,9 @@ class Rows:
         query = select(*columns_of(table, line)).where(*wanted, *([] if page.place is None else [place < page.place]))
         query = query.order_by(columns[moment].desc(), columns["id"].desc()).limit(page.limit)
         with self.database.read() as connection:
-            rows = connection.execute(query).mappings().all()
-        following = f"{rows[-1][moment]!r}_{rows[-1]['id']}" if len(rows) == page.limit else None
-        return tuple(line.model_validate(dict(row)) for row in rows), following
+            rows = connection.execute(query).all()
+        following = f"{getattr(rows[-1], moment)!r}_{rows[-1].id}" if len(rows) == page.limit else None
+        return tuple(line.model_validate(row, from_attributes=True) for row in rows), following
 
 
 def delete_rows(

@@ -7,7 +7,7 @@ import gc
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import ClassVar
 
 import uvicorn
@@ -173,26 +173,24 @@ def serve(database_url: str, settings: Settings, announce: Callable[[Service, st
     Raises:
         AutobatchError: The database or the port cannot be used.
     """
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    is_v6 = ":" in settings.host
+    with closing(_listen(settings, is_v6=is_v6)) as listener, closing(Database.open(database_url)) as database:
+        service = Service(settings, database)
+        server = make_server(service)
+        gc.freeze()  # else Python walks through all modules now and then, for 0.1 s in which nobody is answered
+        host = f"[{settings.host}]" if is_v6 else settings.host
+        announce(service, f"http://{host}:{listener.getsockname()[1]}")
+        server.run(sockets=[listener])
+    gc.freeze()  # else the interpreter walks through all modules at its end: 0.2 s
+
+
+def _listen(settings: Settings, *, is_v6: bool) -> socket.socket:
     # With the protocol named: else asyncio leaves out TCP_NODELAY, and each answer waits 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
     except (OSError, OverflowError) as error:
         listener.close()
         raise AutobatchError(f"cannot listen on {settings.host} port {settings.port}: {error}") from error
-    database = None
-    try:
-        database = Database.open(database_url)
-        service = Service(settings, database)
-        host = f"[{settings.host}]" if family == socket.AF_INET6 else settings.host
-        server = make_server(service)
-        gc.freeze()  # else Python walks through all modules now and then, for 0.1 s in which nobody is answered
-        announce(service, f"http://{host}:{listener.getsockname()[1]}")
-        server.run(sockets=[listener])
-    finally:
-        listener.close()
-        if database is not None:
-            database.close()
-        gc.freeze()  # else the interpreter walks through all modules at its end: 0.2 s
+    return listener

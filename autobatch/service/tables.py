@@ -21,7 +21,8 @@ class Base(DeclarativeBase):
     metadata = MetaData(naming_convention={"pk": "pk_%(table_name)s", "uq": "uq_%(table_name)s_%(column_0_name)s"})
 
 
-Id = Annotated[str, mapped_column(String(64))]
+# Letters of an id are compared by their number, as in SQLite, so that its beginning is found in the index.
+Id = Annotated[str, mapped_column(String(64).with_variant(String(64, "C"), "postgresql"))]
 Name = Annotated[str, mapped_column(String(200), default="")]
 Number = Annotated[int, mapped_column(BigInteger, autoincrement=False, default=0)]
 Moment = Annotated[float, mapped_column(Double, default=0.0)]
@@ -102,7 +103,6 @@ class RunRow(Base):
     user: Mapped[Name]
     step: Mapped[Id]
     owner: Mapped[Name]  # name of the token that began it
-    added_at: Mapped[Moment]  # by the server's clock
     pid: Mapped[Number]
     world_size: Mapped[Number]
     target_batch: Mapped[Number]
@@ -211,7 +211,8 @@ class AlertRow(Base):
     run_id: Mapped[Id] = mapped_column(primary_key=True)
     kind: Mapped[Name] = mapped_column(primary_key=True)
     made_at: Mapped[Moment]
-    claimed_at: Mapped[Moment]  # when a server began to send it; 0: none does
+    next_at: Mapped[Moment]  # no server sends it before
     sent_at: Mapped[Moment]  # 0: not yet
+    failure: Mapped[Name]  # of the last attempt
     text: Mapped[str] = mapped_column(String(1000))
     __table_args__ = (Index("alerts_by_age", "made_at"),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from fastapi.testclient import TestClient
@@ -10,7 +11,7 @@ from services import GIB, make_card, make_plan_in, make_prediction, make_run_in,
 
 from autobatch.service import pages
 from autobatch.service.pages import chart_memory
-from autobatch.service.records import RunIn, RunSummary
+from autobatch.service.records import RunEnd, RunIn, RunSummary
 from autobatch.service.server import make_app
 
 EVIL = "<script>alert(1)</script>"
@@ -103,6 +104,20 @@ def test_memory_over_time_is_labelled(service, client):
     plot = text[text.index('<div class="plot">') : text.index("<figcaption>")]
     labels = re.findall(r">([^<>\n]+)<", plot)
     assert labels == ["0", "20.0 GiB", "18.0 GiB", "2001-09-09 01:46 UTC", "2001-09-09 02:46 UTC"]
+
+
+def test_a_run_without_a_summary_reads_well(service, client):
+    """It says that none came yet, and shows no peak, no bar and no chart."""
+    cookie = {"Cookie": f"autobatch_token={service.tokens.create('one', 'reader')}"}
+    for changes in ({}, {"limit_bytes": 0, "cards": [], "model": "", "user": "", "plan_id": ""}):
+        service.store.add_run(RunIn.model_validate(make_run_in(f"r{len(changes)}", **changes)))
+        page = client.get(f"/runs/r{len(changes)}", headers=cookie).text
+        page = page[page.index("<h1>") :]
+        assert "No summary yet" in page
+        assert not re.search('0 bytes|None|svg|class="bar|Memory over time|last peak', page)
+    assert '<span class="bar' not in client.get("/runs", headers=cookie).text
+    service.store.end_run("r0", RunEnd(at=time.time(), outcome="failed"))
+    assert "It sent no summary" in client.get("/runs/r0", headers=cookie).text
 
 
 def test_a_plan_with_many_trials_is_drawn_in_part(browser, client):
