@@ -53,8 +53,7 @@ class PlanRows(Rows):
         return self.add(PlanRow, row, add_peaks)
 
     def list_plans(self, query: PlanQuery = _ALL) -> PlanPage:
-        wanted = self.find_parts(PlanRow, query.parts)
-        plans, following = self.read_page(PlanRow, "made_at", PlanLine, wanted, query)
+        plans, following = self.read_page(PlanRow.made_at, PlanLine, query)
         return PlanPage(plans=plans, next=following)
 
     def find_plan(self, plan_id: str) -> tuple[str, PlanRecord]:
@@ -86,8 +85,7 @@ class PlanRows(Rows):
         return self.add(PredictionRow, row | {"content": sent.model_dump_json()})
 
     def list_predictions(self, query: PageQuery = _ALL) -> PredictionPage:
-        wanted = self.find_parts(PredictionRow, query.parts)
-        predictions, following = self.read_page(PredictionRow, "made_at", PredictionLine, wanted, query)
+        predictions, following = self.read_page(PredictionRow.made_at, PredictionLine, query)
         return PredictionPage(predictions=predictions, next=following)
 
     def comparisons(self) -> list[Comparison]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from sqlalchemy import Connection, Table, delete, false, func, literal, select, tuple_
+from sqlalchemy.orm import InstrumentedAttribute
 from sqlalchemy.sql import ColumnElement
 
 from autobatch.service import tables
@@ -70,7 +71,7 @@ class Rows:
         connection.execute(self._inserts[ForgottenRow].from_select(["kind", "id", "at"], ids))
         return delete_rows(connection, table, wanted)
 
-    def find_parts(self, table: type[Base], parts: Mapping[str, str]) -> list[ColumnElement[bool]]:
+    def _find_parts(self, table: type[Base], parts: Mapping[str, str]) -> list[ColumnElement[bool]]:
         """Return conditions: an id begins with its part, a name has it anywhere, in any case.
 
         Names are searched in their short table, ids in their index. The query then lists what was found, so that
@@ -80,8 +81,10 @@ class Rows:
         with self.database.read() as connection:
             for name, part in parts.items():
                 if name == "id":
-                    query = select(columns["id"]).where(columns["id"].between(part, f"{part}~"))  # "~" is after letters
-                    common = func.substr(columns["id"], 1, len(part)) == part
+                    begins = columns["id"].between(part, f"{part}~")  # "~" is after all letters of ids
+                    query = select(columns["id"]).where(begins)
+                    # SQLite would sort all that begin so, instead of reading the newest until the page is full.
+                    common = func.substr(columns["id"], 1, len(part)) == part if self.database.is_sqlite else begins
                 else:
                     is_like = NameRow.folded.contains(part.casefold(), autoescape=True)
                     query = select(NameRow.name).where(NameRow.kind == name, is_like)
@@ -94,21 +97,16 @@ class Rows:
         return conditions
 
     def read_page(
-        self,
-        table: type[Base],
-        moment: str,
-        line: type[_Line],
-        wanted: Sequence[ColumnElement[bool]],
-        page: PageQuery,
+        self, moment: InstrumentedAttribute[float], line: type[_Line], page: PageQuery, *wanted: ColumnElement[bool]
     ) -> tuple[tuple[_Line, ...], str | None]:
-        """Return a page, the newest first, from behind a place, and the place of the next one."""
-        columns = _columns(table)
-        place = tuple_(columns[moment], columns["id"])  # a row value uses the index, an OR would not
-        query = select(*columns_of(table, line)).where(*wanted, *([] if page.place is None else [place < page.place]))
-        query = query.order_by(columns[moment].desc(), columns["id"].desc()).limit(page.limit)
+        """Return a page of the table with this column, the newest first, and the place of the next one."""
+        table: Any = moment.class_
+        place = tuple_(moment, table.id)  # a row value uses the index, an OR would not
+        query = select(*columns_of(table, line)).where(*wanted, *self._find_parts(table, page.parts))
+        query = query.order_by(moment.desc(), table.id.desc()).limit(page.limit)
         with self.database.read() as connection:
-            rows = connection.execute(query).all()
-        following = f"{getattr(rows[-1], moment)!r}_{rows[-1].id}" if len(rows) == page.limit else None
+            rows = connection.execute(query if page.place is None else query.where(place < page.place)).all()
+        following = f"{getattr(rows[-1], moment.key)!r}_{rows[-1].id}" if len(rows) == page.limit else None
         return tuple(line.model_validate(row, from_attributes=True) for row in rows), following
 
 

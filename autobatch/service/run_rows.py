@@ -114,9 +114,8 @@ class RunRows(Rows):
         return False
 
     def list_runs(self, query: RunQuery = _ALL) -> RunPage:
-        wanted = [*self.find_parts(RunRow, query.parts), *_STATES[query.state]]
-        wanted += [RunRow.plan_id == query.plan_id] if query.plan_id else []
-        runs, following = self.read_page(RunRow, "started_at", RunLine, wanted, query)
+        of_plan = [RunRow.plan_id == query.plan_id] if query.plan_id else []
+        runs, following = self.read_page(RunRow.started_at, RunLine, query, *of_plan, *_STATES[query.state])
         return RunPage(runs=runs, next=following)
 
     def live_runs(self, seen_after: float = 0.0) -> list[RunLine]:
