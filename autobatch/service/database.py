@@ -9,10 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late  # not Python's own one before 3.11
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,10 +91,8 @@ class Database:
         self._writer.join(_PATIENCE_S)
         self._engine.dispose()
 
-    @contextmanager
-    def read(self) -> Iterator[Connection]:
-        with self._reader.connect() as connection:
-            yield connection
+    def read(self) -> Connection:
+        return self._reader.connect()
 
     def write_later(self, action: Callable[[Connection], object]) -> None:
         """Write what nobody waits for, unless much waits already or the database cannot be used."""
