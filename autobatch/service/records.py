@@ -110,7 +110,7 @@ class RankCard(Record):
 
 
 class RunHead(Record):
-    """What lists show of a run and its client knows from the start.
+    """A run as its client knows it from the start; lists show it, too.
 
     Attributes:
         user: Name of the user; empty if it is not shared.
@@ -234,7 +234,7 @@ class Remedy(Record):
 
 
 class PredictionLine(Record):
-    """What lists show of a prediction.
+    """A prediction in a list.
 
     Attributes:
         id: Id of the prediction: random, or a digest of its content.

@@ -151,7 +151,7 @@ def test_a_wrong_clock_makes_no_live_run_silent(client):
 
 
 def test_a_clock_that_is_ahead_puts_nothing_first(client):
-    """A run, a plan or a prediction of the future counts from when the server heard of it."""
+    """The server takes its own time for a run, a plan or a prediction that comes from the future."""
     for name, ahead in (("future", 1e6), ("now", 0.0)):
         post(client, "/runs", make_run_in(name, started_at=time.time() + ahead))
         post(client, "/plans", make_plan_in(name, made_at=time.time() + ahead))
