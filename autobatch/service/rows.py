@@ -14,11 +14,11 @@ from autobatch.service import tables
 from autobatch.service.answers import PageQuery
 from autobatch.service.database import Database
 from autobatch.service.records import Record
-from autobatch.service.tables import Base, ForgottenRow, NameRow, PeakRow
+from autobatch.service.tables import Base, ForgottenRow, NameRow, PeakRow, RecordRow
 
 _LONGEST_NAME = 200
 _MOST_FOUND = 1000  # names or ids with a part in them
-_PARTS: dict[type[Base], tuple[Any, ...]] = {
+_PARTS: dict[type[RecordRow], tuple[Any, ...]] = {
     tables.PlanRow: (PeakRow.source_id,),
     tables.RunRow: (tables.SummaryRow.run_id, tables.ReadingRow.run_id, tables.AlertRow.run_id, PeakRow.source_id),
     tables.PredictionRow: (),
@@ -43,7 +43,7 @@ class Rows:
         return bool(connection.execute(self._inserts[table], row).rowcount)
 
     def add(
-        self, table: type[Base], row: Mapping[str, Any], then: Callable[[Connection], object] | None = None
+        self, table: type[RecordRow], row: Mapping[str, Any], then: Callable[[Connection], object] | None = None
     ) -> bool:
         """Store a record unless it is there or was forgotten; ``then`` writes what belongs to a new one."""
         is_it = (ForgottenRow.kind == table.__tablename__) & (ForgottenRow.id == row["id"])
@@ -57,7 +57,7 @@ class Rows:
                 return False
             # After the insert, which waits for a transaction that forgets this record now.
             if connection.execute(select(ForgottenRow.id).where(is_it)).first():
-                connection.execute(delete(table).where(_columns(table)["id"] == row["id"]))
+                connection.execute(delete(table).where(table.id == row["id"]))
                 return False
             if then is not None:
                 then(connection)
@@ -65,35 +65,37 @@ class Rows:
 
         return self.database.write(write)
 
-    def forget_rows(self, connection: Connection, table: type[Base], wanted: ColumnElement[bool]) -> int:
+    def forget_rows(self, connection: Connection, table: type[RecordRow], wanted: ColumnElement[bool]) -> int:
         """Delete records, and keep their ids so that no client brings them back; return how many."""
-        ids = select(literal(table.__tablename__), _columns(table)["id"], literal(time.time())).where(wanted)
+        ids = select(literal(table.__tablename__), table.id, literal(time.time())).where(wanted)
         connection.execute(self._inserts[ForgottenRow].from_select(["kind", "id", "at"], ids))
         return delete_rows(connection, table, wanted)
 
-    def _find_parts(self, table: type[Base], parts: Mapping[str, str]) -> list[ColumnElement[bool]]:
+    def _find_parts(self, table: type[RecordRow], parts: Mapping[str, str]) -> list[ColumnElement[bool]]:
         """Return conditions: an id begins with its part, a name has it anywhere, in any case.
 
         Names are searched in their short table, ids in their index. The query then lists what was found, so that
         the database's planner knows how many rows have it.
         """
-        columns, conditions = _columns(table), []
+        conditions = []
         with self.database.read() as connection:
             for name, part in parts.items():
                 if name == "id":
-                    begins = columns["id"].between(part, f"{part}~")  # "~" is after all letters of ids
-                    query = select(columns["id"]).where(begins)
+                    begins = table.id.between(part, f"{part}~")  # "~" is after all letters of ids
+                    query = select(table.id).where(begins)
                     # SQLite would sort all that begin so, instead of reading the newest until the page is full.
-                    common = func.substr(columns["id"], 1, len(part)) == part if self.database.is_sqlite else begins
+                    common = func.substr(table.id, 1, len(part)) == part if self.database.is_sqlite else begins
                 else:
                     is_like = NameRow.folded.contains(part.casefold(), autoescape=True)
                     query = select(NameRow.name).where(NameRow.kind == name, is_like)
-                    common = columns[name].in_(query)
+                    common = getattr(table, name).in_(query)
                 found = connection.execute(query.limit(_MOST_FOUND + 1)).scalars().all()
                 if len(found) > _MOST_FOUND:  # the newest rows have it, too
                     conditions.append(common)
                 else:
-                    conditions.append(columns[name].in_(found) if found else false())  # SQLite reads all for IN ()
+                    conditions.append(
+                        getattr(table, name).in_(found) if found else false()
+                    )  # SQLite reads all for IN ()
         return conditions
 
     def read_page(
@@ -111,10 +113,10 @@ class Rows:
 
 
 def delete_rows(
-    connection: Connection, table: type[Base], wanted: ColumnElement[bool], *, keep_peaks: bool = False
+    connection: Connection, table: type[RecordRow], wanted: ColumnElement[bool], *, keep_peaks: bool = False
 ) -> int:
     """Delete records with all that belongs to them, and return how many."""
-    ids = select(_columns(table)["id"]).where(wanted)
+    ids = select(table.id).where(wanted)
     for column in _PARTS[table]:
         if column.class_ is not PeakRow or not keep_peaks:
             connection.execute(delete(column.class_).where(column.in_(ids)))
@@ -124,10 +126,6 @@ def delete_rows(
 def columns_of(table: type[Base], line: type[Record]) -> list[ColumnElement[Any]]:
     """Return what a line of a list shows: the columns, and what tables name as such."""
     return [getattr(table, name).label(name) for name in line.model_fields]
-
-
-def _columns(table: type[Base]) -> Any:
-    return table.__table__.c
 
 
 def make_upsert(database: Database, table: type[Base], key: list[str], higher: Any = None) -> Any:

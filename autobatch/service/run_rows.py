@@ -10,7 +10,7 @@ from itertools import chain, groupby, repeat
 from typing import Any, cast
 
 from fastapi import HTTPException
-from sqlalchemy import Connection, Table, bindparam, func, select, update
+from sqlalchemy import Connection, Row, Table, bindparam, func, select, update
 from sqlalchemy.sql import ColumnElement
 
 from autobatch.service.answers import Card, CardRun, Machine, RankLine, RunLine, RunOut, RunPage, RunQuery
@@ -35,12 +35,7 @@ _STATES: dict[str, list[ColumnElement[bool]]] = {
     "silent": [_IS_RUNNING, RunRow.seen_at <= LATELY],
     "ended": [RunRow.outcome.in_(("finished", "interrupted", "failed"))],
 }
-_RUN_OF_SUMMARY = (
-    select(*(_RUNS.c[name] for name in ("host", "step", "card_key", "world_size", "owner", "started_at", "summaries")))
-    .add_columns(_RUNS.c.first_size, _RUNS.c.small_since, _RUNS.c.peak_bytes)
-    .where(_RUNS.c.id == bindparam("run"))
-    .with_for_update()
-)
+_RUN = select(_RUNS).where(_RUNS.c.id == bindparam("run")).with_for_update()
 _UPDATE_RUN = update(_RUNS).where(_RUNS.c.id == bindparam("run"))  # what is set follows from the parameters
 
 
@@ -63,7 +58,6 @@ class RunRows(Rows):
         return self.add(RunRow, row, lambda one: self._note_cards(one, sent.id, sent.host, sent.cards, seen_at))
 
     def add_summary(self, run_id: str, sent: RunSummary, owner: str | None = None) -> bool:
-        """Add a summary; ``owner`` is the name of the token that sends it, or ``None`` if that may write to any run."""
         row = {name: getattr(sent, name) for name in SummaryLine.model_fields if name != "setbacks"}
         row |= {"run_id": run_id, "content": json.dumps([setback.model_dump() for setback in sent.setbacks])}
         seen_at, peak = _seen_at(sent.at, sent.cards), sent.held_bytes or sent.peak_bytes
@@ -71,10 +65,9 @@ class RunRows(Rows):
         latest |= {name: getattr(sent, name) for name in _TOTALS}
 
         def write(connection: Connection) -> bool:
-            run = connection.execute(_RUN_OF_SUMMARY, {"run": run_id}).first()
+            run = self._find_own(connection, run_id, owner)
             if run is None:
-                return self._pass_over(connection, run_id)
-            _check_owner(run_id, run.owner, owner)
+                return False
             if sent.number > time.time() - run.started_at + _MOST_AHEAD:  # only a higher number would change the totals
                 raise HTTPException(409, f"the run {run_id} is too young for a summary with the number {sent.number}")
             is_new = self.insert(connection, SummaryRow, row)
@@ -97,21 +90,26 @@ class RunRows(Rows):
         ended = {"outcome": sent.outcome, "reason": sent.reason, "ended_at": sent.at or time.time()}
 
         def write(connection: Connection) -> bool:
-            run = connection.execute(select(RunRow.owner).where(RunRow.id == run_id)).first()
-            if run is None:
-                return self._pass_over(connection, run_id)
-            _check_owner(run_id, run.owner, owner)
-            is_live = (RunRow.id == run_id) & (RunRow.outcome == "running")
-            return bool(connection.execute(update(RunRow).where(is_live).values(ended)).rowcount)
+            run = self._find_own(connection, run_id, owner)
+            if run is None or run.outcome != "running":
+                return False
+            connection.execute(_UPDATE_RUN, ended | {"run": run_id})
+            return True
 
         return self.database.write(write)
 
-    def _pass_over(self, connection: Connection, run_id: str) -> bool:
-        """Return that nothing is new if the run was forgotten: its client has no more to do."""
+    def _find_own(self, connection: Connection, run_id: str, owner: str | None) -> Row[Any] | None:
+        """Return a run that the token with the name ``owner`` may write to; ``None`` is an admin, who may write to all.
+
+        Nothing comes back if the run was forgotten: its client has no more to do.
+        """
+        run = connection.execute(_RUN, {"run": run_id}).first()
         is_it = (ForgottenRow.kind == RunRow.__tablename__) & (ForgottenRow.id == run_id)
-        if connection.execute(select(ForgottenRow.id).where(is_it)).first() is None:
+        if run is None and connection.execute(select(ForgottenRow.id).where(is_it)).first() is None:
             raise HTTPException(404, f"no run has the id {run_id}")
-        return False
+        if run is not None and owner is not None and owner != run.owner:
+            raise HTTPException(409, f"another token began the run {run_id}")
+        return run
 
     def list_runs(self, query: RunQuery = _ALL) -> RunPage:
         of_plan = [RunRow.plan_id == query.plan_id] if query.plan_id else []
@@ -208,11 +206,6 @@ class RunRows(Rows):
             row = {"run_id": run_id, "card": key, "host": host, "at": at}
             row |= card.model_dump(exclude={"uuid"})
             connection.execute(self._put_reading, row)
-
-
-def _check_owner(run_id: str, owner: str, sender: str | None) -> None:
-    if sender is not None and sender != owner:
-        raise HTTPException(409, f"another token began the run {run_id}")
 
 
 def _seen_at(at: float, cards: Sequence[CardReading]) -> float:

@@ -15,12 +15,11 @@ from autobatch.service.answers import Alert
 from autobatch.service.plan_rows import PlanRows
 from autobatch.service.rows import columns_of, delete_rows
 from autobatch.service.run_rows import RunRows
-from autobatch.service.tables import AlertRow, PeakRow, PlanRow, PredictionRow, RunRow
+from autobatch.service.tables import AlertRow, PeakRow, PlanRow, PredictionRow, RecordRow, RunRow
 
 Kind = Literal["plans", "runs", "predictions"]
 
-_TABLES: dict[Kind, type[PlanRow | RunRow | PredictionRow]]
-_TABLES = {"plans": PlanRow, "runs": RunRow, "predictions": PredictionRow}
+_TABLES: dict[Kind, type[RecordRow]] = {"plans": PlanRow, "runs": RunRow, "predictions": PredictionRow}
 _MOST_PLANS = 2000  # of one fingerprint, as a local ledger keeps them
 _CLAIM_S = 60.0  # of an alert: a server that has not sent it by then is gone
 _DELETED_AT_ONCE = 20  # records of one transaction: a run may have many thousand summaries
@@ -58,9 +57,7 @@ class Store(PlanRows, RunRows):
             "predictions": self._delete(PredictionRow, select(PredictionRow.id).where(is_alone), is_alone),
         }
 
-    def _delete(
-        self, table: type[PlanRow | RunRow | PredictionRow], found: Select[Any], still: ColumnElement[bool]
-    ) -> int:
+    def _delete(self, table: type[RecordRow], found: Select[Any], still: ColumnElement[bool]) -> int:
         """Delete in small transactions, so that a server can write meanwhile."""
         with self.database.read() as connection:
             ids = connection.execute(found).scalars().all()
