@@ -199,7 +199,7 @@ def _make_engine(url: str) -> Engine:
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", SAWarning)
             engine = create_engine(parsed, **options)
     except (SAWarning, ValueError):  # their texts have values, and one may be a password
         names = ", ".join(parsed.query)

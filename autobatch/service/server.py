@@ -32,7 +32,7 @@ from autobatch.service.state import Service, Settings
 _LONGEST_DETAIL = 300
 _END_WITHIN_S = 1
 _REQUEST_WITHIN_S = 10.0
-_MOST_SILENT = 1000  # connections without a request
+_MOST_SILENT = 500  # connections without a request; a process may often open no more than 1024 files
 _MOST_REQUESTS = 5000  # at once
 
 logger = logging.getLogger("autobatch")
