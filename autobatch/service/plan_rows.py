@@ -46,11 +46,13 @@ class PlanRows(Rows):
         place = {"step": sent.step, "card_key": card_key(plan.device.name), "world_size": plan.world_size}
         place["source_id"] = sent.id
 
-        def add_peaks(connection: Connection) -> None:
-            for size, (peak, ran_out) in sorted(peaks.items())[: _MOST_PEAKS if sent.step else 0]:
+        def write(connection: Connection) -> bool:
+            is_new = self.add(connection, PlanRow, row)
+            for size, (peak, ran_out) in sorted(peaks.items())[: _MOST_PEAKS if is_new and sent.step else 0]:
                 self.insert(connection, PeakRow, {"size": size, "bytes": peak, "ran_out": ran_out, **place})
+            return is_new
 
-        return self.add(PlanRow, row, add_peaks)
+        return self.database.write(write)
 
     def list_plans(self, query: PlanQuery = _ALL) -> PlanPage:
         plans, following = self.read_page(PlanRow.made_at, PlanLine, query)
@@ -81,8 +83,8 @@ class PlanRows(Rows):
     def add_prediction(self, sent: PredictionIn) -> bool:
         now = time.time()
         row: dict[str, Any] = {name: getattr(sent, name) for name in (*PredictionLine.model_fields, "step")}
-        row |= {"added_at": now, "made_at": min(sent.made_at or now, now)}
-        return self.add(PredictionRow, row | {"content": sent.model_dump_json()})
+        row |= {"added_at": now, "made_at": min(sent.made_at or now, now), "content": sent.model_dump_json()}
+        return self.database.write(lambda connection: self.add(connection, PredictionRow, row))
 
     def list_predictions(self, query: PageQuery = _ALL) -> PredictionPage:
         predictions, following = self.read_page(PredictionRow.made_at, PredictionLine, query)

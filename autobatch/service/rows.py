@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 from sqlalchemy import Connection, Table, delete, false, func, literal, select, tuple_
@@ -42,28 +42,23 @@ class Rows:
         """Insert a row unless there is one with its key; return whether it is new."""
         return bool(connection.execute(self._inserts[table], row).rowcount)
 
-    def add(
-        self, table: type[RecordRow], row: Mapping[str, Any], then: Callable[[Connection], object] | None = None
-    ) -> bool:
-        """Store a record unless it is there or was forgotten; ``then`` writes what belongs to a new one."""
-        is_it = (ForgottenRow.kind == table.__tablename__) & (ForgottenRow.id == row["id"])
+    def add(self, connection: Connection, table: type[RecordRow], row: Mapping[str, Any]) -> bool:
+        """Store a record unless it is there or was forgotten; return whether it is new."""
+        # Names go first and in one order, so that writers do not wait for each other.
+        for kind in _SEARCHED:
+            if name := row.get(kind):
+                self.insert(connection, NameRow, {"kind": kind, "name": name, "folded": name.casefold()})
+        if not self.insert(connection, table, row):
+            return False
+        # After the insert, which waits for a transaction that forgets this record now.
+        is_forgotten = self.is_forgotten(connection, table, row["id"])
+        if is_forgotten:
+            connection.execute(delete(table).where(table.id == row["id"]))
+        return not is_forgotten
 
-        def write(connection: Connection) -> bool:
-            # Names go first and in one order, so that writers do not wait for each other.
-            for kind in _SEARCHED:
-                if name := row.get(kind):
-                    self.insert(connection, NameRow, {"kind": kind, "name": name, "folded": name.casefold()})
-            if not self.insert(connection, table, row):
-                return False
-            # After the insert, which waits for a transaction that forgets this record now.
-            if connection.execute(select(ForgottenRow.id).where(is_it)).first():
-                connection.execute(delete(table).where(table.id == row["id"]))
-                return False
-            if then is not None:
-                then(connection)
-            return True
-
-        return self.database.write(write)
+    def is_forgotten(self, connection: Connection, table: type[RecordRow], record_id: str) -> bool:
+        is_it = (ForgottenRow.kind == table.__tablename__) & (ForgottenRow.id == record_id)
+        return connection.execute(select(ForgottenRow.id).where(is_it)).first() is not None
 
     def forget_rows(self, connection: Connection, table: type[RecordRow], wanted: ColumnElement[bool]) -> int:
         """Delete records, and keep their ids so that no client brings them back; return how many."""

@@ -18,7 +18,7 @@ from autobatch.service.comparison import card_key
 from autobatch.service.database import Database
 from autobatch.service.records import CardReading, RunEnd, RunIn, RunSummary, SummaryLine
 from autobatch.service.rows import Rows, columns_of, make_upsert
-from autobatch.service.tables import LATELY, ForgottenRow, PeakRow, ReadingRow, RunRow, SummaryRow
+from autobatch.service.tables import LATELY, PeakRow, ReadingRow, RunRow, SummaryRow
 
 _RECENT_S = 3600.0  # of a card's reading; and how late a summary may come to count as news
 _MOST_LINES = 1000  # of a run's course
@@ -55,7 +55,14 @@ class RunRows(Rows):
         row["ranks"] = json.dumps([rank.model_dump() for rank in sent.ranks])
         row |= {"device": device, "card_key": card_key(device), "first_size": sent.micro_batch_size}
         row |= {"owner": owner, "outcome": "running", "seen_at": seen_at}
-        return self.add(RunRow, row, lambda one: self._note_cards(one, sent.id, sent.host, sent.cards, seen_at))
+
+        def write(connection: Connection) -> bool:
+            is_new = self.add(connection, RunRow, row)
+            if is_new:
+                self._note_cards(connection, sent.id, sent.host, sent.cards, seen_at)
+            return is_new
+
+        return self.database.write(write)
 
     def add_summary(self, run_id: str, sent: RunSummary, owner: str | None = None) -> bool:
         row = {name: getattr(sent, name) for name in SummaryLine.model_fields if name != "setbacks"}
@@ -104,8 +111,7 @@ class RunRows(Rows):
         Nothing comes back if the run was forgotten: its client has no more to do.
         """
         run = connection.execute(_RUN, {"run": run_id}).first()
-        is_it = (ForgottenRow.kind == RunRow.__tablename__) & (ForgottenRow.id == run_id)
-        if run is None and connection.execute(select(ForgottenRow.id).where(is_it)).first() is None:
+        if run is None and not self.is_forgotten(connection, RunRow, run_id):
             raise HTTPException(404, f"no run has the id {run_id}")
         if run is not None and owner is not None and owner != run.owner:
             raise HTTPException(409, f"another token began the run {run_id}")

@@ -54,8 +54,14 @@ class Client(threading.Thread):
         connection.close()
 
     def post(self, connection, path, record):
-        connection.request("POST", f"/api/v1{path}", json.dumps(record).encode(), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
+        body, headers = json.dumps(record).encode(), {"Content-Type": "application/json"}
+        try:
+            connection.request("POST", f"/api/v1{path}", body, headers)
+            answer = connection.getresponse()
+        except ConnectionError:  # the server ended a connection that had waited
+            connection.close()
+            connection.request("POST", f"/api/v1{path}", body, headers)
+            answer = connection.getresponse()
         content = answer.read()
         if answer.status != 201:
             self.faults.append((answer.status, content))
