@@ -19,7 +19,7 @@ import typer.main
 from autobatch._version import __version__
 from autobatch.cli.declare import commands_of, option
 from autobatch.cli.output import NO, USAGE, Answer
-from autobatch.cli.serve_commands import serve_app
+from autobatch.cli.serve import serve_app
 from autobatch.errors import AutobatchError, InvalidArgument, NeedsBatch
 from autobatch.torch_internals import import_torch
 

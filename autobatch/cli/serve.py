@@ -1,4 +1,4 @@
-"""Runs the service, and makes its tokens and backups: ``autobatch serve``. Nothing here imports torch."""
+"""The commands of ``autobatch serve``: run the service, make its tokens and backups. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
+import typer
+
 from autobatch._formatting import is_one_line, plural
+from autobatch.cli.declare import commands_of, option
 from autobatch.cli.output import Answer, Table, check_folder
 from autobatch.errors import AutobatchError, InvalidArgument
-from autobatch.ledger.ledger import find_home
 
 if TYPE_CHECKING:  # the extra may be missing
     from autobatch.service.database import Database
@@ -25,8 +28,42 @@ if TYPE_CHECKING:  # the extra may be missing
 
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
+serve_app = typer.Typer(help="Run the service of a team, make its tokens and backups, and delete old records.")
+_token_app = typer.Typer(help="Make, list and revoke the tokens that clients and browsers need.")
+serve_app.add_typer(_token_app, name="token")
+_DATABASE = option(
+    "--database",
+    "URL",
+    "sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME; default: AUTOBATCH_DATABASE, or a file beside the ledger.",
+)
+_NAME = option("--name", "NAME", "Name of the token.")
 
-def run_server(
+
+@serve_app.callback(invoke_without_command=True)
+def _serve(
+    context: typer.Context,
+    *,
+    database: Annotated[str | None, _DATABASE] = None,
+    host: Annotated[str, option("--host", "ADDRESS", "Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, option("--port", "N", "Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8765,
+    is_open: Annotated[
+        bool, typer.Option("--open", help="Let anyone on this machine read and write without a token.")
+    ] = False,
+    allow_host: Annotated[
+        list[str] | None, option("--allow-host", "NAME", "A name that browsers and clients call this server by.")
+    ] = None,
+    webhook: Annotated[str | None, option("--webhook", "URL", "Where alerts are sent to, as JSON.")] = None,
+    rate: Annotated[float, option("--rate", "N", "Requests a second that one address may make.", min=1)] = 1000.0,
+) -> Callable[[], Answer] | None:
+    """Run the service until Ctrl-C. Needs pip install 'torch-autobatch[serve]'."""
+    if context.invoked_subcommand is not None:
+        if database is not None:
+            raise InvalidArgument(f"pass --database after serve {context.invoked_subcommand}")
+        return None
+    return partial(_run, database, host, port, is_open=is_open, allowed=allow_host or [], webhook=webhook, rate=rate)
+
+
+def _run(
     database: str | None, host: str, port: int, *, is_open: bool, allowed: list[str], webhook: str | None, rate: float
 ) -> Answer:
     _check_installed()
@@ -51,7 +88,17 @@ def run_server(
     return Answer(["autobatch: the server has ended"], {"ended": True})
 
 
-def create_token(database: str | None, name: str, role: str) -> Answer:
+@commands_of(_token_app)
+def create_token(
+    *,
+    name: Annotated[str, _NAME],
+    role: Annotated[
+        Literal["reader", "writer", "admin"],
+        typer.Option(help="Look; hand in as well; or do all, such as forget plans."),
+    ] = "reader",
+    database: Annotated[str | None, _DATABASE] = None,
+) -> Answer:
+    """Make a token and print it, once."""
     if not name.strip() or len(name) > 200 or not is_one_line(name):
         raise InvalidArgument("--name takes one line of at most 200 letters")
     with _open(database) as opened:
@@ -62,7 +109,9 @@ def create_token(database: str | None, name: str, role: str) -> Answer:
     return Answer(lines, {"name": name, "role": role, "token": text})
 
 
-def list_tokens(database: str | None) -> Answer:
+@commands_of(_token_app)
+def list_tokens(*, database: Annotated[str | None, _DATABASE] = None) -> Answer:
+    """List the tokens, without their text."""
     with _open(database) as opened:
         from autobatch.service.auth import Tokens  # noqa: PLC0415 - an extra
 
@@ -83,7 +132,9 @@ def list_tokens(database: str | None) -> Answer:
     return Answer([Table(rows, ("name", "role", "made", "last used", "state"))], data)
 
 
-def revoke_token(database: str | None, name: str) -> Answer:
+@commands_of(_token_app)
+def revoke_token(*, name: Annotated[str, _NAME], database: Annotated[str | None, _DATABASE] = None) -> Answer:
+    """Revoke a token; it is refused from then on."""
     with _open(database) as opened:
         from autobatch.service.auth import Tokens  # noqa: PLC0415 - an extra
 
@@ -91,8 +142,12 @@ def revoke_token(database: str | None, name: str) -> Answer:
     return Answer([f"the token {name} is revoked"], {"revoked": name})
 
 
-def back_up(database: str | None, file: str) -> Answer:
-    """Copy all rows to a new SQLite file, while the server runs."""
+_FILE = typer.Argument(metavar="FILE", help="A SQLite file.")
+
+
+@commands_of(serve_app)
+def backup(*, file: Annotated[str, _FILE], database: Annotated[str | None, _DATABASE] = None) -> Answer:
+    """Copy the database to a new file while the server runs. ``serve`` can use that file."""
     check_folder("FILE", file)
     if Path(file).exists():
         raise InvalidArgument(f"{file} exists already: name a new file")
@@ -109,8 +164,9 @@ def back_up(database: str | None, file: str) -> Answer:
     return Answer([f"{plural(count, 'row')} written to {file}"], {"rows": count, "file": str(Path(file).absolute())})
 
 
-def restore(database: str | None, file: str) -> Answer:
-    """Copy all rows of a backup to a database that has none."""
+@commands_of(serve_app)
+def restore(*, file: Annotated[str, _FILE], database: Annotated[str | None, _DATABASE] = None) -> Answer:
+    """Copy a backup to a database that has no rows yet, such as a new one of PostgreSQL."""
     if not Path(file).is_file():
         raise InvalidArgument(f"no file {file}")
     with _open(f"sqlite:///{Path(file).absolute()}") as copy, _open(database) as opened:
@@ -118,8 +174,13 @@ def restore(database: str | None, file: str) -> Answer:
     return Answer([f"{plural(count, 'row')} restored"], {"rows": count})
 
 
-def prune(database: str | None, older: str) -> Answer:
-    """Delete what is old, while the server runs."""
+@commands_of(serve_app)
+def prune(
+    *,
+    older: Annotated[str, option("--older", "DAYS", "Age from which records go, such as 90d.")],
+    database: Annotated[str | None, _DATABASE] = None,
+) -> Answer:
+    """Delete old runs, predictions that nothing was measured beside, and all but the newest plans of a step."""
     found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)d?", older)
     if found is None or (days := float(found[1])) < 1:  # a run that is live reports more often
         raise InvalidArgument(f"--older takes days, at least one, such as 90d; this is {older!r}")
@@ -156,6 +217,8 @@ def _find_database(database: str | None) -> str:
     url = database or os.environ.get("AUTOBATCH_DATABASE", "").strip()
     if url:
         return url
+    from autobatch.ledger.ledger import find_home  # noqa: PLC0415 - --help needs no ledger
+
     try:
         home = find_home()
         home.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ _LOOK_EVERY_S = 10.0
 WATCHED_S = 3600.0  # a run that nobody heard of for so long is no news
 _RESEND_S = 24 * 3600.0
 _TIMEOUT_S = 5.0
-_REFUSED = "the webhook answered"  # with an error, perhaps to this text alone
+_LATER = {408, 429}  # unlike other answers of 4xx, these do not refuse the message for good
 
 logger = logging.getLogger("autobatch")
 
@@ -69,12 +69,20 @@ class Alerts:
         for run in runs:
             for kind, text in self._find(run, now):
                 self._store.add_alert(run.id, kind, f"{run.model or 'a run'} on {run.host} ({run.id}): {text}")
-        for alert in self._store.alerts(unsent_since=now - _RESEND_S) if self._webhook else ():
-            if not self.ending.is_set() and self._store.claim_alert(alert):
-                failed = self._send(alert.text, alert)
-                self._store.end_claim(alert, sent=not failed)
-                if failed and not failed.startswith(_REFUSED):
-                    break  # the webhook is away: the next look tries again
+        for alert in self._store.claim_alerts(now - _RESEND_S) if self._webhook else ():
+            failure, status = self._send(alert.text, alert)
+            waits = max(_LOOK_EVERY_S, now - alert.made_at)  # each wait doubles the alert's age
+            is_refused = 400 <= status < 500 and status not in _LATER
+            if not failure:
+                self._store.note_alert(alert, sent_at=now)
+            elif is_refused or now - alert.made_at + waits > _RESEND_S:
+                logger.warning("%s: the alert on the run %s is not sent again", failure, alert.run_id)
+                self._store.note_alert(alert, failure=failure, next_at=now + _RESEND_S)
+            else:
+                logger.warning("%s: the alert on the run %s is sent again later", failure, alert.run_id)
+                self._store.note_alert(alert, failure=failure, next_at=now + waits)
+            if self.ending.is_set() or (failure and not status):  # the webhook is away: the next look tries others
+                break
 
     def _find(self, run: RunLine, now: float) -> Iterator[tuple[str, str]]:
         if run.state == "silent":
@@ -99,31 +107,31 @@ class Alerts:
         """Send a test; return why it failed, or nothing."""
         if not self._webhook:
             return "the server has no webhook: start it with --webhook URL"
-        return self._send("autobatch: this is a test of the webhook", None)
+        failure, _ = self._send("autobatch: this is a test of the webhook", None)
+        return failure
 
-    def _send(self, text: str, alert: Alert | None) -> str:
-        """Send a message in a thread, so that the end of the server does not wait for it; return why it failed."""
-        answers = queue.SimpleQueue[str]()
+    def _send(self, text: str, alert: Alert | None) -> tuple[str, int]:
+        """Send a message, and do not wait for it if the server ends; return why it failed, and the answer's status."""
+        answers = queue.SimpleQueue[tuple[str, int]]()
         threading.Thread(target=lambda: answers.put(self._post(text, alert)), daemon=True).start()
         while not self.ending.is_set():
             with suppress(queue.Empty):
                 return answers.get(timeout=0.1)
-        return "the server ends"
+        return "the server ends", 0
 
-    def _post(self, text: str, alert: Alert | None) -> str:
-        """Send a message to the webhook, whose JSON Slack and Mattermost also read; return why it failed."""
+    def _post(self, text: str, alert: Alert | None) -> tuple[str, int]:
+        """Send a message to the webhook, whose JSON Slack and Mattermost also read."""
         content = {"text": text, "kind": alert.kind if alert else "test", "run": alert.run_id if alert else ""}
         request = urllib.request.Request(  # noqa: S310 - the command line takes http and https only
             self._webhook or "", json.dumps(content).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S):  # noqa: S310 - the same
-                return ""
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - the same
+                return "", answer.status
         except urllib.error.HTTPError as error:
             error.close()
-            failed = f"{_REFUSED} {error.code}"
+            return f"the webhook answered {error.code}", error.code
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            failed = f"the webhook cannot be reached: {' '.join(str(reason).split())[:200]}"
-        logger.warning("%s", failed)
-        return failed
+            text = getattr(reason, "strerror", None) or str(reason)
+            return f"the webhook cannot be reached: {' '.join(text.split())[:100]}", 0

@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.service.records import CardReading, ErrorFigures, Name, OptionalId, Record, RunSetback
+from autobatch.service.records import (
+    CardReading,
+    ErrorFigures,
+    Name,
+    OptionalId,
+    PredictionLine,
+    RankCard,
+    Record,
+    RunHead,
+    SummaryLine,
+)
 
 _PLACE = r"^[0-9]{1,12}(\.[0-9]{1,20})?(e-[0-9]{1,3})?_[A-Za-z0-9_-]{1,64}$"
 
@@ -38,7 +48,7 @@ class PlanQuery(PageQuery):
 
     device: Annotated[Name, Field(description="A part of the device's name, in any case.")] = ""
     host: Annotated[Name, Field(description="A part of the computer's name, in any case.")] = ""
-    id: Annotated[Name, Field(description="A part of the id.")] = ""
+    id: Annotated[Name, Field(description="How the id begins.")] = ""
 
 
 class RunQuery(PlanQuery):
@@ -90,7 +100,7 @@ class PlanPage(Record):
     next: str | None
 
 
-class RunLine(Record):
+class RunLine(RunHead):
     """A run in a list, with the totals of its last summary.
 
     Attributes:
@@ -101,20 +111,9 @@ class RunLine(Record):
         peak_bytes: Highest peak in any summary.
     """
 
-    id: str
-    started_at: float
-    plan_id: str
-    model: str
     device: str
-    host: str
-    user: str
-    pid: int
-    world_size: int
-    target_batch: int
     first_size: int
     small_since: float
-    micro_batch_size: int
-    limit_bytes: int
     last_bytes: int
     peak_bytes: int
     steps: int
@@ -140,24 +139,9 @@ class RunPage(Record):
     next: str | None
 
 
-class SummaryLine(Record):
-    """One summary of a run, or some that follow each other: the highest peaks, the smallest size, the last totals."""
+class RankLine(RankCard):
+    """One rank, with its peak in the last summary; 0 if unknown."""
 
-    number: int
-    at: float
-    steps: int
-    retries: int
-    micro_batch_size: int
-    peak_bytes: int
-    held_bytes: int
-    setbacks: tuple[RunSetback, ...] = ()
-
-
-class RankLine(Record):
-    """The computer and the device of one rank, and its peak in the last summary; 0 if unknown."""
-
-    host: str
-    device: str
     last_bytes: int
 
 
@@ -241,19 +225,6 @@ class MachinePage(Record):
     machines: tuple[Machine, ...]
 
 
-class PredictionLine(Record):
-    """A prediction in a list."""
-
-    id: str
-    made_at: float
-    model: str
-    card: str
-    host: str
-    target_batch: int
-    micro_batch_size: int
-    total_bytes: int
-
-
 class PredictionPage(Record):
     """Predictions, the newest first."""
 
@@ -296,12 +267,13 @@ class ErrorPage(Record):
 
 
 class Alert(Record):
-    """One alert."""
+    """One alert; ``failure`` is why the last attempt to send it failed."""
 
     run_id: str
     kind: str
     made_at: float
     sent_at: float
+    failure: str
     text: str
 
 

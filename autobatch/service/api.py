@@ -20,6 +20,7 @@ from autobatch.service.alerts import NEAR, WATCHED_S
 from autobatch.service.auth import ANYONE, Role, Token
 from autobatch.service.comparison import decide, summarise_groups
 from autobatch.service.records import Id
+from autobatch.service.shield import BoundedRequest, address_of
 from autobatch.service.state import Service
 from autobatch.service.store import Kind
 
@@ -35,47 +36,37 @@ _problems: dict[int | str, dict[str, Any]] = {
 }
 
 
-class _TokenFirst(APIRoute):
-    """Checks the token before the body is read, so that a stranger's body costs nothing."""
+class GuardedRoute(APIRoute):
+    """Asks for a valid token before the body is read, so that a stranger's body costs nothing."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         answer = super().get_route_handler()
 
         async def check_and_answer(request: Request) -> Response:
             given = await _bearer(request)
-            text, service = given.credentials.strip() if given else None, request.app.state.service
-            token = service.tokens.remembered(text or "") or await run_in_threadpool(find_token, request, service, text)
-            if token is None:
+            text = given.credentials.strip() if given else request.cookies.get(COOKIE, "")
+            request.state.token = await run_in_threadpool(find_token, request, text)
+            if request.state.token is None:
                 raise HTTPException(401, _NO_TOKEN, {"WWW-Authenticate": "Bearer"})
-            request.state.token = token
-            return await answer(request)
+            return await answer(BoundedRequest(request.scope, request.receive))
 
         return check_and_answer
 
 
-_bearer = HTTPBearer(auto_error=False, description="A token of ``autobatch serve token create``.")
-router = APIRouter(prefix="/api/v1", responses=_problems, route_class=_TokenFirst, dependencies=[Depends(_bearer)])
-metrics_router = APIRouter(route_class=_TokenFirst, include_in_schema=False)
-
-
-async def service_of(request: Request) -> Service:  # async: it needs no thread
+def find_token(request: Request, text: str) -> Token | None:
+    """Return the valid token with this text; with ``--open`` anyone on this machine may do all without one."""
     service: Service = request.app.state.service
-    return service
-
-
-This = Annotated[Service, Depends(service_of)]
-
-
-def find_token(request: Request, service: Service, text: str | None) -> Token | None:
-    """Return the token of a request; with ``--open`` anyone on this machine may do all."""
-    address = request.client.host if request.client else ""
-    text = text or request.cookies.get(COOKIE) or ""
-    if not text and service.settings.is_open:
-        return ANYONE
-    token = service.tokens.find(text) if text else None
-    if text and token is None and service.failures.take(address):
+    if not text:
+        return ANYONE if service.settings.is_open else None
+    token = service.tokens.find(text)
+    if token is None and service.failures.take(address_of(request)):
         raise HTTPException(429, "too many wrong tokens from this address", {"Retry-After": "10"})
     return token
+
+
+async def _service_of(request: Request) -> Service:  # async: it needs no thread
+    service: Service = request.app.state.service
+    return service
 
 
 def _require(role: Role) -> Callable[[Request], Coroutine[Any, Any, Token]]:
@@ -88,9 +79,14 @@ def _require(role: Role) -> Callable[[Request], Coroutine[Any, Any, Token]]:
     return check
 
 
+This = Annotated[Service, Depends(_service_of)]
 Reader = Annotated[Token, Depends(_require(Role.reader))]
 Writer = Annotated[Token, Depends(_require(Role.writer))]
 Admin = Annotated[Token, Depends(_require(Role.admin))]
+
+_bearer = HTTPBearer(auto_error=False, description="A token of ``autobatch serve token create``.")
+router = APIRouter(prefix="/api/v1", responses=_problems, route_class=GuardedRoute, dependencies=[Depends(_bearer)])
+metrics_router = APIRouter(route_class=GuardedRoute, include_in_schema=False)
 
 
 def _owner(token: Token) -> str | None:
@@ -109,25 +105,25 @@ def add_plan(plan: records.PlanIn, service: This, _: Writer) -> records.Stored:
 
 
 @router.get("/plans")
-def list_plans(query: Annotated[answers.PlanQuery, Query()], service: This, _: Reader) -> answers.PlanPage:
+def list_plans(query: Annotated[answers.PlanQuery, Query()], service: This) -> answers.PlanPage:
     return service.store.list_plans(query)
 
 
 @router.get("/plans/compare")
-def compare_plans(first: Id, second: Id, service: This, _: Reader) -> answers.Difference:
+def compare_plans(first: Id, second: Id, service: This) -> answers.Difference:
     return answers.Difference.model_validate(
         diff_plans_data(service.store.find_plan(first)[1], service.store.find_plan(second)[1])
     )
 
 
 @router.get("/plans/{plan_id}")
-def show_plan(plan_id: Id, service: This, _: Reader) -> answers.PlanOut:
+def show_plan(plan_id: Id, service: This) -> answers.PlanOut:
     host, plan = service.store.find_plan(plan_id)
     return answers.PlanOut(host=host, plan=plan, runs=service.store.list_runs(answers.RunQuery(plan_id=plan_id)).runs)
 
 
 @router.post("/recall")
-def recall(question: records.RecallQuestion, service: This, _: Reader) -> records.RecallAnswer:
+def recall(question: records.RecallQuestion, service: This) -> records.RecallAnswer:
     return records.RecallAnswer(plans=tuple(service.store.recall(question.fingerprint, question.rank)))
 
 
@@ -137,12 +133,12 @@ def add_run(run: records.RunIn, service: This, token: Writer) -> records.Stored:
 
 
 @router.get("/runs")
-def list_runs(query: Annotated[answers.RunQuery, Query()], service: This, _: Reader) -> answers.RunPage:
+def list_runs(query: Annotated[answers.RunQuery, Query()], service: This) -> answers.RunPage:
     return service.store.list_runs(query)
 
 
 @router.get("/runs/{run_id}")
-def show_run(run_id: Id, service: This, _: Reader) -> answers.RunOut:
+def show_run(run_id: Id, service: This) -> answers.RunOut:
     return service.store.find_run(run_id)
 
 
@@ -157,12 +153,12 @@ def end_run(run_id: Id, end: records.RunEnd, service: This, token: Writer) -> re
 
 
 @router.get("/cards")
-def list_cards(service: This, _: Reader) -> answers.CardPage:
+def list_cards(service: This) -> answers.CardPage:
     return answers.CardPage(cards=tuple(service.store.cards()))
 
 
 @router.get("/machines")
-def list_machines(service: This, _: Reader) -> answers.MachinePage:
+def list_machines(service: This) -> answers.MachinePage:
     return answers.MachinePage(machines=tuple(service.store.machines()))
 
 
@@ -172,12 +168,12 @@ def add_prediction(prediction: records.PredictionIn, service: This, _: Writer) -
 
 
 @router.get("/predictions")
-def list_predictions(query: Annotated[answers.PageQuery, Query()], service: This, _: Reader) -> answers.PredictionPage:
+def list_predictions(query: Annotated[answers.PageQuery, Query()], service: This) -> answers.PredictionPage:
     return service.store.list_predictions(query)
 
 
 @router.get("/predictions/errors")
-def show_errors(service: This, _: Reader) -> answers.ErrorPage:
+def show_errors(service: This) -> answers.ErrorPage:
     return summarise_groups(service.store.comparisons())
 
 
@@ -187,7 +183,7 @@ def forget(kind: Kind, record_id: Id, service: This, _: Admin) -> answers.Forgot
 
 
 @router.post("/gate")
-def ask_gate(question: records.GateQuestion, service: This, _: Reader) -> records.GateAnswer:
+def ask_gate(question: records.GateQuestion, service: This) -> records.GateAnswer:
     return decide(question, service.store.comparisons())
 
 
@@ -224,11 +220,11 @@ async def _watch(service: Service, whose: str) -> AsyncIterator[str]:
 
 
 @router.get("/openapi.json", include_in_schema=False)
-def show_openapi(request: Request, _: Reader) -> dict[str, Any]:
+def show_openapi(request: Request) -> dict[str, Any]:
     schema: dict[str, Any] = request.app.openapi()
     return schema
 
 
 @metrics_router.get("/metrics")
-def show_metrics(service: This, _: Reader) -> Response:
+def show_metrics(service: This) -> Response:
     return Response(service.metrics.render(service.store, time.time() - WATCHED_S, NEAR), media_type="text/plain")

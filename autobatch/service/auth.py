@@ -17,7 +17,6 @@ from autobatch.service.tables import TokenRow
 PREFIX = "abt_"
 _LONGEST_TOKEN = 100
 _USE_NOTED_EVERY_S = 60.0
-_REMEMBERED_S = 5.0
 
 
 class Role(IntEnum):
@@ -52,7 +51,6 @@ class Tokens:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._recent: dict[str, tuple[float, Token]] = {}  # until when a valid token is not looked up again
 
     def create(self, name: str, role: str) -> str:
         """Make a token and return its text, which nothing can show a second time."""
@@ -63,11 +61,6 @@ class Tokens:
         self._database.write(lambda c: c.execute(self._database.insert(TokenRow).values(row)).rowcount)
         return text
 
-    def remembered(self, text: str) -> Token | None:
-        """Return the token with this text if it was valid a moment ago: a run sends a record a second at most."""
-        until, token = self._recent.get(text, (0.0, None))
-        return token if time.monotonic() < until else None
-
     def find(self, text: str) -> Token | None:
         """Return the valid token with this text."""
         if not text.startswith(PREFIX) or len(text) > _LONGEST_TOKEN:
@@ -76,14 +69,11 @@ class Tokens:
         with self._database.read() as connection:
             row = connection.execute(select(TokenRow.__table__).where(is_it)).mappings().first()
         if row is None or row["revoked_at"]:
-            self._recent.pop(text, None)
             return None
         now = time.time()
         if now - row["used_at"] > _USE_NOTED_EVERY_S:
             self._database.write_later(lambda c: c.execute(update(TokenRow).where(is_it).values(used_at=now)))
-        token = Token.model_validate(dict(row))
-        self._recent[text] = (time.monotonic() + _REMEMBERED_S, token)
-        return token
+        return Token.model_validate(dict(row))
 
     def list(self) -> list[Token]:
         with self._database.read() as connection:
@@ -95,7 +85,6 @@ class Tokens:
         revoked = update(TokenRow).where(is_it).values(revoked_at=time.time())
         if not self._database.write(lambda connection: connection.execute(revoked).rowcount):
             raise InvalidArgument(f"no valid token has the name {name!r}; autobatch serve token list shows them")
-        self._recent.clear()
 
 
 def _hash(text: str) -> str:

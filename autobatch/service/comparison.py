@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -144,8 +145,6 @@ def _largest_size(prediction: PredictionIn, limit: int, margin: float, share: in
     if sizes and sizes[-1] < share <= prediction.points[-1].size:
         sizes.append(share)
     best = max(filter(fits, sizes), default=0)
-    low, high = best, next((size for size in sizes if size > best), best)
-    while best and high - low > 1:  # between a point that fits and the next one, which does not
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    following = next((size for size in sizes if size > best), best) if best else 0
+    between = range(best + 1, following)  # a point that fits, and the next one, which does not
+    return best + bisect_left(between, True, key=lambda size: not fits(size))

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late  # not Python's own one before 3.11
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from alembic import command
+from alembic.autogenerate import compare_metadata
 from alembic.config import Config
+from alembic.migration import MigrationContext
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, SAWarning, SQLAlchemyError
 
 from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.service.tables import Base
@@ -32,6 +35,7 @@ _LONGEST_QUEUE = 2000  # actions that wait for the writer
 _LARGEST_GROUP = 200  # actions of one transaction
 _PATIENCE_S = 10.0  # of a request for its COMMIT
 _ROWS_AT_ONCE = 1000  # of a backup
+_ADDITIONS = {"add_table", "add_column"}  # that would make the tables those of this version
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _OTHER_TABLES = (
     "the database has tables of another version of autobatch ({}): start the server of that version, or name a new "
@@ -87,10 +91,8 @@ class Database:
         self._writer.join(_PATIENCE_S)
         self._engine.dispose()
 
-    @contextmanager
-    def read(self) -> Iterator[Connection]:
-        with self._reader.connect() as connection:
-            yield connection
+    def read(self) -> Connection:
+        return self._reader.connect()
 
     def write_later(self, action: Callable[[Connection], object]) -> None:
         """Write what nobody waits for, unless much waits already or the database cannot be used."""
@@ -187,26 +189,24 @@ def _make_engine(url: str) -> Engine:
         raise InvalidArgument(
             "--database takes sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME, and this is neither"
         ) from None
-    if parsed.drivername == "postgresql":
+    options: dict[str, Any] = {"pool_size": 20, "max_overflow": 20, "pool_timeout": 5, "execution_options": _COUNTED}
+    if parsed.drivername in {"postgresql", "postgresql+psycopg"}:
         parsed = parsed.set(drivername="postgresql+psycopg")
-    if parsed.drivername == "postgresql+psycopg":
-        limits = {"connect_timeout": 5}
-        return create_engine(
-            parsed,
-            pool_size=20,
-            max_overflow=10,
-            pool_timeout=5,
-            pool_pre_ping=True,
-            connect_args=limits,
-            execution_options=_COUNTED,
-        )
-    if parsed.drivername not in {"sqlite", "sqlite+pysqlite"} or parsed.database in {None, "", ":memory:"}:
+        options |= {"pool_pre_ping": True, "connect_args": {"connect_timeout": 5}}
+    elif parsed.drivername not in {"sqlite", "sqlite+pysqlite"} or parsed.database in {None, "", ":memory:"}:
         raise InvalidArgument(
             f"--database {parsed.drivername}: take sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
         )
-    engine = create_engine(parsed, pool_size=30, max_overflow=10, pool_timeout=5, execution_options=_COUNTED)
-    event.listen(engine, "connect", _set_up_sqlite)
-    event.listen(engine, "begin", _begin_sqlite)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SAWarning)
+            engine = create_engine(parsed, **options)
+    except (SAWarning, ValueError):  # their texts have values, and one may be a password
+        names = ", ".join(parsed.query)
+        raise InvalidArgument(f"--database: its driver does not take a setting as given here, of: {names}") from None
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 
@@ -239,17 +239,8 @@ def _migrate(engine: Engine) -> None:
                 command.upgrade(config, "head")
             except CommandError as error:  # a revision that this version does not know
                 raise AutobatchError(_OTHER_TABLES.format("their revision is unknown")) from error
-            if missing := _find_missing(connection):
-                raise AutobatchError(_OTHER_TABLES.format(f"{missing} is missing"))
+            context = MigrationContext.configure(connection)
+            missing = [change[-1] for change in compare_metadata(context, Base.metadata) if change[0] in _ADDITIONS]
+            if missing:
+                raise AutobatchError(_OTHER_TABLES.format(f"{missing[0]} is missing"))
         connection.commit()
-
-
-def _find_missing(connection: Connection) -> str:
-    """Return a column that the database lacks; an empty text if it has all."""
-    found = inspect(connection)
-    for table in Base.metadata.sorted_tables:
-        there = {column["name"] for column in found.get_columns(table.name)} if found.has_table(table.name) else set()
-        for column in table.columns:
-            if column.name not in there:
-                return f"{table.name}.{column.name}"
-    return ""

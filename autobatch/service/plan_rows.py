@@ -6,21 +6,14 @@ import time
 from collections import Counter
 from typing import Any
 
+from fastapi import HTTPException
 from sqlalchemy import Connection, func, select
 
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.service.answers import (
-    Comparison,
-    PageQuery,
-    PlanLine,
-    PlanPage,
-    PlanQuery,
-    PredictionLine,
-    PredictionPage,
-)
+from autobatch.service.answers import Comparison, PageQuery, PlanLine, PlanPage, PlanQuery, PredictionPage
 from autobatch.service.comparison import card_key, card_keys, predicted_bytes
-from autobatch.service.records import PlanIn, PredictionIn
-from autobatch.service.rows import NotFound, Rows, cut
+from autobatch.service.records import PlanIn, PredictionIn, PredictionLine
+from autobatch.service.rows import Rows, cut
 from autobatch.service.tables import PeakRow, PlanRow, PredictionRow
 
 _MOST_RECALLED = 10
@@ -35,12 +28,12 @@ class PlanRows(Rows):
     """The plans and predictions of one database."""
 
     def add_plan(self, sent: PlanIn) -> bool:
-        plan = sent.plan
+        plan, now = sent.plan, time.time()
         columns = ("rank", "world_size", "target_batch", "micro_batch_size", "accumulation_steps", "peak_bytes")
         row: dict[str, Any] = {name: getattr(plan, name) for name in (*columns, "limit_bytes")}
         row |= {"id": sent.id, "host": sent.host, "step": sent.step, "fingerprint": plan.fingerprint[:64]}
         row |= {"model": cut(plan.model), "device": cut(plan.device.name), "version": cut(plan.version)}
-        row |= {"added_at": time.time(), "made_at": plan.made_at or time.time()}
+        row |= {"added_at": now, "made_at": min(plan.made_at or now, now)}
         row["content"] = plan.model_dump_json(exclude_defaults=True)
         # With lengths a trial's size counts samples of one length, which a prediction does not have.
         trials = [trial for trial in plan.trials if trial.length is None]
@@ -53,15 +46,16 @@ class PlanRows(Rows):
         place = {"step": sent.step, "card_key": card_key(plan.device.name), "world_size": plan.world_size}
         place["source_id"] = sent.id
 
-        def add_peaks(connection: Connection) -> None:
-            for size, (peak, ran_out) in sorted(peaks.items())[: _MOST_PEAKS if sent.step else 0]:
+        def write(connection: Connection) -> bool:
+            is_new = self.add(connection, PlanRow, row)
+            for size, (peak, ran_out) in sorted(peaks.items())[: _MOST_PEAKS if is_new and sent.step else 0]:
                 self.insert(connection, PeakRow, {"size": size, "bytes": peak, "ran_out": ran_out, **place})
+            return is_new
 
-        return self.add(PlanRow, row, add_peaks)
+        return self.database.write(write)
 
     def list_plans(self, query: PlanQuery = _ALL) -> PlanPage:
-        wanted = self.find_parts(PlanRow, "made_at", query.parts)
-        plans, following = self.read_page(PlanRow, "made_at", PlanLine, wanted, query)
+        plans, following = self.read_page(PlanRow.made_at, PlanLine, query)
         return PlanPage(plans=plans, next=following)
 
     def find_plan(self, plan_id: str) -> tuple[str, PlanRecord]:
@@ -69,7 +63,7 @@ class PlanRows(Rows):
         with self.database.read() as connection:
             row = connection.execute(select(PlanRow.host, PlanRow.content).where(PlanRow.id == plan_id)).first()
         if row is None:
-            raise NotFound(f"no plan has the id {plan_id}")
+            raise HTTPException(404, f"no plan has the id {plan_id}")
         return row.host, PlanRecord.model_validate_json(row.content)
 
     def recall(self, fingerprint: str, rank: int) -> list[PlanRecord]:
@@ -87,13 +81,13 @@ class PlanRows(Rows):
         return [PlanRecord.model_validate_json(content) for content in rows]
 
     def add_prediction(self, sent: PredictionIn) -> bool:
+        now = time.time()
         row: dict[str, Any] = {name: getattr(sent, name) for name in (*PredictionLine.model_fields, "step")}
-        row |= {"made_at": sent.made_at or time.time(), "added_at": time.time(), "content": sent.model_dump_json()}
-        return self.add(PredictionRow, row)
+        row |= {"added_at": now, "made_at": min(sent.made_at or now, now), "content": sent.model_dump_json()}
+        return self.database.write(lambda connection: self.add(connection, PredictionRow, row))
 
     def list_predictions(self, query: PageQuery = _ALL) -> PredictionPage:
-        wanted = self.find_parts(PredictionRow, "made_at", query.parts)
-        predictions, following = self.read_page(PredictionRow, "made_at", PredictionLine, wanted, query)
+        predictions, following = self.read_page(PredictionRow.made_at, PredictionLine, query)
         return PredictionPage(predictions=predictions, next=following)
 
     def comparisons(self) -> list[Comparison]:
@@ -136,21 +130,14 @@ class PlanRows(Rows):
                     and (predicted := predicted_bytes(prediction, row.size)) is not None
                     and not (row.ran_out and predicted >= row.bytes)  # as predicted
                 ]
-                if not beside:
-                    continue
-                _, predicted, size, measured = min(beside)
-                comparisons.append(
-                    Comparison(
-                        prediction_id=prediction.id,
-                        model=prediction.model,
-                        card=prediction.card,
-                        card_key=card,
-                        source_id=source,
-                        is_newest=source not in seen,
-                        size=size,
-                        predicted_bytes=predicted,
-                        measured_bytes=measured,
-                    )
-                )
-                seen.add(source)
+                if beside:
+                    _, predicted, size, measured = min(beside)
+                    one: dict[str, Any] = {
+                        "prediction_id": prediction.id,
+                        "model": prediction.model,
+                        "card": prediction.card,
+                    }
+                    one |= {"card_key": card, "source_id": source, "is_newest": source not in seen, "size": size}
+                    comparisons.append(Comparison(**one, predicted_bytes=predicted, measured_bytes=measured))
+                    seen.add(source)
         return comparisons

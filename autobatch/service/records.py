@@ -109,16 +109,13 @@ class RankCard(Record):
     device: Name = ""
 
 
-class RunIn(Record):
-    """A run that has begun; rank 0 hands it in for all ranks.
+class RunHead(Record):
+    """A run as its client knows it from the start; lists show it, too.
 
     Attributes:
         user: Name of the user; empty if it is not shared.
-        step: Digest as in ``PlanIn``.
-        micro_batch_size: Most samples in a micro-batch at the start.
+        micro_batch_size: Most samples in a micro-batch, at the start or now.
         limit_bytes: Budget less headroom; 0 if unknown.
-        cards: The devices of the process that hands it in.
-        ranks: The devices of all ranks, by their number; empty with one rank.
     """
 
     id: Id
@@ -128,11 +125,22 @@ class RunIn(Record):
     pid: Whole
     started_at: Moment
     model: Name = ""
-    step: OptionalDigest = ""
     target_batch: Target
     world_size: Target = 1
     micro_batch_size: Samples
     limit_bytes: Whole = 0
+
+
+class RunIn(RunHead):
+    """A run that has begun; rank 0 hands it in for all ranks.
+
+    Attributes:
+        step: Digest as in ``PlanIn``.
+        cards: The devices of the process that hands it in.
+        ranks: The devices of all ranks, by their number; empty with one rank.
+    """
+
+    step: OptionalDigest = ""
     cards: Annotated[tuple[CardReading, ...], Field(max_length=MOST_CARDS)] = ()
     ranks: Annotated[tuple[RankCard, ...], Field(max_length=MOST_RANKS)] = ()
     version: Name = ""
@@ -148,31 +156,40 @@ class RunSetback(Record):
     reason: Line = ""
 
 
-class RunSummary(Record):
-    """How a run has gone since the summary before. Totals count from the start of the run.
+class SummaryLine(Record):
+    """One summary of a run, or some that follow each other: the highest peaks, the smallest size, the last totals.
 
     Attributes:
-        number: Number of this summary, from 0.
+        number: Number of the summary, from 0.
         micro_batch_size: Most samples in a micro-batch now.
         peak_bytes: Most bytes in tensors at once since the summary before.
         held_bytes: Most bytes that the allocator held at once since then; 0 if unknown.
-        rank_peaks: Most bytes that each rank held at once since then, by its number; empty with one rank.
         setbacks: Setbacks since then; the oldest may be left out.
-        cards: Readings of the run's devices now; empty if there are none.
     """
 
     number: Whole
     at: Moment
     steps: Whole
-    samples: Whole = 0
-    seconds: Seconds = 0.0
     retries: Whole = 0
-    size_changes: Whole = 0
     micro_batch_size: Samples
     peak_bytes: Whole = 0
     held_bytes: Whole = 0
-    rank_peaks: Annotated[tuple[Whole, ...], Field(max_length=MOST_RANKS)] = ()
+    setbacks: tuple[RunSetback, ...] = ()
+
+
+class RunSummary(SummaryLine):
+    """How a run has gone since the summary before. Totals count from the start of the run.
+
+    Attributes:
+        rank_peaks: Most bytes that each rank held at once since then, by its number; empty with one rank.
+        cards: Readings of the run's devices now; empty if there are none.
+    """
+
+    samples: Whole = 0
+    seconds: Seconds = 0.0
+    size_changes: Whole = 0
     setbacks: Annotated[tuple[RunSetback, ...], Field(max_length=MOST_SETBACKS)] = ()
+    rank_peaks: Annotated[tuple[Whole, ...], Field(max_length=MOST_RANKS)] = ()
     cards: Annotated[tuple[CardReading, ...], Field(max_length=MOST_CARDS)] = ()
 
 
@@ -216,33 +233,41 @@ class Remedy(Record):
     micro_batch_size: Whole = 0
 
 
-class PredictionIn(Record):
-    """Predicted memory of a step on a card.
+class PredictionLine(Record):
+    """A prediction in a list.
 
     Attributes:
         id: Id of the prediction: random, or a digest of its content.
-        step: Digest as in ``PlanIn``, which joins it with what runs then measured; empty if unknown.
-        card_names: Other names of the card, such as the driver's.
-        context_bytes: Bytes of a process outside the allocator.
-        margin: Share of the peak that the prediction left free.
-        micro_batch_size: Most samples that fit with that margin; 0 if none do.
-        points: Predicted bytes at some sizes, in order of size.
-        remedies: Other ways to do the step.
+        micro_batch_size: Most samples that fit with its margin; 0 if none do.
     """
 
     id: Id
     made_at: Moment
-    host: Name = ""
     model: Name
-    step: OptionalDigest = ""
     card: Name
-    card_names: Annotated[tuple[Name, ...], Field(max_length=50)] = ()
-    total_bytes: Whole
-    context_bytes: Whole = 0
+    host: Name = ""
     target_batch: Target
+    micro_batch_size: Whole = 0
+    total_bytes: Whole
+
+
+class PredictionIn(PredictionLine):
+    """Predicted memory of a step on a card.
+
+    Attributes:
+        step: Digest as in ``PlanIn``, which joins it with what runs then measured; empty if unknown.
+        card_names: Other names of the card, such as the driver's.
+        context_bytes: Bytes of a process outside the allocator.
+        margin: Share of the peak that the prediction left free.
+        points: Predicted bytes at some sizes, in order of size.
+        remedies: Other ways to do the step.
+    """
+
+    step: OptionalDigest = ""
+    card_names: Annotated[tuple[Name, ...], Field(max_length=50)] = ()
+    context_bytes: Whole = 0
     world_size: Target = 1
     margin: Share = 0.0
-    micro_batch_size: Whole = 0
     points: Annotated[tuple[PredictedPoint, ...], Field(min_length=1, max_length=MOST_POINTS)]
     remedies: Annotated[tuple[Remedy, ...], Field(max_length=50)] = ()
     version: Name = ""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from typing import Any, cast
 
-from sqlalchemy import BigInteger, Connection, Double, Table, Text, bindparam, case, func, select, update
+from fastapi import HTTPException
+from sqlalchemy import Connection, Row, Table, bindparam, func, select, update
 from sqlalchemy.sql import ColumnElement
 
-from autobatch.service.answers import Card, CardRun, Machine, RankLine, RunLine, RunOut, RunPage, RunQuery, SummaryLine
+from autobatch.service.answers import Card, CardRun, Machine, RankLine, RunLine, RunOut, RunPage, RunQuery
 from autobatch.service.comparison import card_key
 from autobatch.service.database import Database
-from autobatch.service.records import CardReading, RunEnd, RunIn, RunSummary
-from autobatch.service.rows import Conflict, NotFound, Rows, columns_of, make_upsert
-from autobatch.service.tables import LATELY, ForgottenRow, PeakRow, ReadingRow, RunRow, SummaryRow
+from autobatch.service.records import CardReading, RunEnd, RunIn, RunSummary, SummaryLine
+from autobatch.service.rows import Rows, columns_of, make_upsert
+from autobatch.service.tables import LATELY, PeakRow, ReadingRow, RunRow, SummaryRow
 
 _RECENT_S = 3600.0  # of a card's reading; and how late a summary may come to count as news
 _MOST_LINES = 1000  # of a run's course
@@ -33,30 +35,8 @@ _STATES: dict[str, list[ColumnElement[bool]]] = {
     "silent": [_IS_RUNNING, RunRow.seen_at <= LATELY],
     "ended": [RunRow.outcome.in_(("finished", "interrupted", "failed"))],
 }
-_RUN_OF_SUMMARY = select(
-    *(_RUNS.c[name] for name in ("host", "step", "card_key", "world_size", "summaries", "owner", "started_at")),
-    _RUNS.c.added_at,
-).where(_RUNS.c.id == bindparam("run"))
-_NOW, _PEAK = bindparam("now", type_=Double), bindparam("peak", type_=BigInteger)
-_SIZE, _NUMBER = bindparam("new_micro_batch_size", type_=BigInteger), bindparam("number", type_=BigInteger)
-_UPDATE_RUN = (
-    update(_RUNS)
-    .where(_RUNS.c.id == bindparam("run"), _RUNS.c.summaries <= _NUMBER)
-    .values(
-        {
-            "seen_at": _NOW,
-            # Since when the size is smaller than at the start; 0 while it is not.
-            "small_since": case(
-                (_RUNS.c.first_size <= _SIZE, 0.0), (_RUNS.c.small_since > 0, _RUNS.c.small_since), else_=_NOW
-            ),
-            "summaries": _NUMBER + 1,
-            "last_bytes": _PEAK,
-            "rank_peaks": bindparam("rank_peaks", type_=Text),
-            "peak_bytes": case((_RUNS.c.peak_bytes > _PEAK, _RUNS.c.peak_bytes), else_=_PEAK),
-            **{name: bindparam(f"new_{name}", type_=_RUNS.c[name].type) for name in _TOTALS},
-        }
-    )
-)
+_RUN = select(_RUNS).where(_RUNS.c.id == bindparam("run")).with_for_update()
+_UPDATE_RUN = update(_RUNS).where(_RUNS.c.id == bindparam("run"))  # what is set follows from the parameters
 
 
 class RunRows(Rows):
@@ -71,37 +51,44 @@ class RunRows(Rows):
         device = sent.cards[0].name if sent.cards else ""
         seen_at = _seen_at(sent.started_at, sent.cards)
         row = sent.model_dump(exclude={"cards", "ranks", "version"})  # all else has a column
+        row["started_at"] = min(sent.started_at, time.time())  # a clock that is ahead must not put it first for ever
         row["ranks"] = json.dumps([rank.model_dump() for rank in sent.ranks])
         row |= {"device": device, "card_key": card_key(device), "first_size": sent.micro_batch_size}
-        row |= {"owner": owner, "outcome": "running", "added_at": time.time(), "seen_at": seen_at}
-        return self.add(RunRow, row, lambda one: self._note_cards(one, sent.id, sent.host, sent.cards, seen_at))
-
-    def add_summary(self, run_id: str, sent: RunSummary, owner: str | None = None) -> bool:
-        """Add a summary; ``owner`` is the name of the token that sends it, or ``None`` if that may write to any run."""
-        row = {name: getattr(sent, name) for name in SummaryLine.model_fields if name != "setbacks"}
-        row |= {"run_id": run_id, "content": json.dumps([setback.model_dump() for setback in sent.setbacks])}
-        seen_at = _seen_at(sent.at, sent.cards)
-        latest: dict[str, Any] = {f"new_{name}": getattr(sent, name) for name in _TOTALS}
-        latest |= {"run": run_id, "number": sent.number, "peak": sent.held_bytes or sent.peak_bytes, "now": seen_at}
-        latest["rank_peaks"] = json.dumps(sent.rank_peaks)
+        row |= {"owner": owner, "outcome": "running", "seen_at": seen_at}
 
         def write(connection: Connection) -> bool:
-            run = connection.execute(_RUN_OF_SUMMARY, {"run": run_id}).first()
+            is_new = self.add(connection, RunRow, row)
+            if is_new:
+                self._note_cards(connection, sent.id, sent.host, sent.cards, seen_at)
+            return is_new
+
+        return self.database.write(write)
+
+    def add_summary(self, run_id: str, sent: RunSummary, owner: str | None = None) -> bool:
+        row = {name: getattr(sent, name) for name in SummaryLine.model_fields if name != "setbacks"}
+        row |= {"run_id": run_id, "content": json.dumps([setback.model_dump() for setback in sent.setbacks])}
+        seen_at, peak = _seen_at(sent.at, sent.cards), sent.held_bytes or sent.peak_bytes
+        latest = {"seen_at": seen_at, "summaries": sent.number + 1, "last_bytes": peak}
+        latest |= {name: getattr(sent, name) for name in _TOTALS}
+
+        def write(connection: Connection) -> bool:
+            run = self._find_own(connection, run_id, owner)
             if run is None:
-                return self._pass_over(connection, run_id)
-            _check_owner(run_id, run.owner, owner)
-            most = time.time() - min(run.started_at, run.added_at) + _MOST_AHEAD
-            if sent.number > most:  # it would freeze the totals: only a higher number changes them
-                raise Conflict(f"the run {run_id} is too young for a summary with the number {sent.number}")
+                return False
+            if sent.number > time.time() - run.started_at + _MOST_AHEAD:  # only a higher number would change the totals
+                raise HTTPException(409, f"the run {run_id} is too young for a summary with the number {sent.number}")
             is_new = self.insert(connection, SummaryRow, row)
             if is_new and sent.number >= run.summaries:  # one that comes late changes no totals
-                connection.execute(_UPDATE_RUN, latest)
+                small_since = (run.small_since or seen_at) if sent.micro_batch_size < run.first_size else 0.0
+                more = {"small_since": small_since, "peak_bytes": max(peak, run.peak_bytes)}
+                more["rank_peaks"] = json.dumps(sent.rank_peaks)
+                connection.execute(_UPDATE_RUN, latest | more | {"run": run_id})
                 self._note_cards(connection, run_id, run.host, sent.cards, seen_at)
             # What the allocator holds after another size is not what this size needs.
             if is_new and run.step and run.card_key and sent.held_bytes and not sent.retries and not sent.size_changes:
-                peak = {"step": run.step, "card_key": run.card_key, "world_size": run.world_size, "source_id": run_id}
-                peak |= {"size": sent.micro_batch_size, "bytes": sent.held_bytes, "ran_out": 0}
-                connection.execute(self._put_peak, peak)
+                measured = {"step": run.step, "card_key": run.card_key, "world_size": run.world_size}
+                measured |= {"source_id": run_id, "size": sent.micro_batch_size, "bytes": sent.held_bytes, "ran_out": 0}
+                connection.execute(self._put_peak, measured)
             return is_new
 
         return self.database.write(write)
@@ -110,92 +97,95 @@ class RunRows(Rows):
         ended = {"outcome": sent.outcome, "reason": sent.reason, "ended_at": sent.at or time.time()}
 
         def write(connection: Connection) -> bool:
-            run = connection.execute(select(RunRow.owner).where(RunRow.id == run_id)).first()
-            if run is None:
-                return self._pass_over(connection, run_id)
-            _check_owner(run_id, run.owner, owner)
-            is_live = (RunRow.id == run_id) & (RunRow.outcome == "running")
-            return bool(connection.execute(update(RunRow).where(is_live).values(ended)).rowcount)
+            run = self._find_own(connection, run_id, owner)
+            if run is None or run.outcome != "running":
+                return False
+            connection.execute(_UPDATE_RUN, ended | {"run": run_id})
+            return True
 
         return self.database.write(write)
 
-    def _pass_over(self, connection: Connection, run_id: str) -> bool:
-        """Return that nothing is new if the run was forgotten: its client has no more to do."""
-        is_it = (ForgottenRow.kind == RunRow.__tablename__) & (ForgottenRow.id == run_id)
-        if connection.execute(select(ForgottenRow.id).where(is_it)).first() is None:
-            raise NotFound(f"no run has the id {run_id}")
-        return False
+    def _find_own(self, connection: Connection, run_id: str, owner: str | None) -> Row[Any] | None:
+        """Return a run that the token with the name ``owner`` may write to; ``None`` is an admin, who may write to all.
+
+        Nothing comes back if the run was forgotten: its client has no more to do.
+        """
+        run = connection.execute(_RUN, {"run": run_id}).first()
+        if run is None and not self.is_forgotten(connection, RunRow, run_id):
+            raise HTTPException(404, f"no run has the id {run_id}")
+        if run is not None and owner is not None and owner != run.owner:
+            raise HTTPException(409, f"another token began the run {run_id}")
+        return run
 
     def list_runs(self, query: RunQuery = _ALL) -> RunPage:
-        wanted = [*self.find_parts(RunRow, "started_at", query.parts), *_STATES[query.state]]
-        wanted += [RunRow.plan_id == query.plan_id] if query.plan_id else []
-        runs, following = self.read_page(RunRow, "started_at", RunLine, wanted, query)
+        of_plan = [RunRow.plan_id == query.plan_id] if query.plan_id else []
+        runs, following = self.read_page(RunRow.started_at, RunLine, query, *of_plan, *_STATES[query.state])
         return RunPage(runs=runs, next=following)
 
     def live_runs(self, seen_after: float = 0.0) -> list[RunLine]:
         """Return the live runs, the nearest to their limit first; also the silent ones that were seen after a time."""
         seen = RunRow.seen_at > (seen_after or LATELY)
-        query = select(*columns_of(RunRow, RunLine)).where(_IS_RUNNING, seen).limit(5000)
+        query = select(*columns_of(RunRow, RunLine)).where(_IS_RUNNING, seen).order_by(RunRow.seen_at.desc())
         with self.database.read() as connection:
-            lines = [RunLine.model_validate(dict(row)) for row in connection.execute(query).mappings()]
+            rows = connection.execute(query.limit(5000)).all()
+        lines = [RunLine.model_validate(row, from_attributes=True) for row in rows]
         return sorted(lines, key=lambda run: run.fill, reverse=True)
 
     def find_run(self, run_id: str) -> RunOut:
         """Return a run with its course, in at most a thousand lines: each then joins the same number of summaries."""
         its = SummaryRow.run_id == run_id
         its_run = select(*columns_of(RunRow, RunLine), RunRow.summaries, RunRow.ranks, RunRow.rank_peaks)
-        its_run = its_run.where(RunRow.id == run_id)
         newest = select(SummaryRow.number, SummaryRow.content).where(its, SummaryRow.content != "[]")
-        newest = newest.order_by(SummaryRow.number.desc()).limit(_MOST_SETBACKS)
-        highest = [
-            func.max(getattr(SummaryRow, name)).label(name)
-            for name in SummaryLine.model_fields
-            if name not in {"setbacks", "micro_batch_size"}
-        ]
+        names = SummaryLine.model_fields.keys() - {"setbacks", "micro_batch_size"}
+        highest = [func.max(getattr(SummaryRow, name)).label(name) for name in sorted(names)]
         smallest = func.min(SummaryRow.micro_batch_size).label("micro_batch_size")
         with self.database.read() as connection:
-            run = dict(connection.execute(its_run).mappings().first() or {})
-            if not run:
-                raise NotFound(f"no run has the id {run_id}")
-            joined = -(-run.pop("summaries") // _MOST_LINES) or 1
+            run = connection.execute(its_run.where(RunRow.id == run_id)).first()
+            if run is None:
+                raise HTTPException(404, f"no run has the id {run_id}")
+            joined = -(-run.summaries // _MOST_LINES) or 1
             course = select(*highest, smallest).where(its).group_by(SummaryRow.number // joined).order_by("number")
             rows = connection.execute(course).mappings().all()
-            with_setbacks = connection.execute(newest).all()
-        setbacks: dict[int, list[Any]] = {}
+            with_setbacks = connection.execute(newest.order_by(SummaryRow.number.desc()).limit(_MOST_SETBACKS)).all()
+        setbacks = defaultdict[int, list[Any]](list)
         for row in reversed(with_setbacks):
-            setbacks.setdefault(row.number // joined, []).extend(json.loads(row.content))
-        summaries = tuple(
-            SummaryLine.model_validate({**row, "setbacks": setbacks.get(row["number"] // joined, [])}) for row in rows
-        )
-        ranks, peaks = json.loads(run.pop("ranks")), json.loads(run.pop("rank_peaks"))
+            setbacks[row.number // joined] += json.loads(row.content)
+        summaries = tuple(SummaryLine(**row, setbacks=tuple(setbacks[row["number"] // joined])) for row in rows)
+        ranks, peaks = json.loads(run.ranks), json.loads(run.rank_peaks)
         places = tuple(
-            RankLine(**place, last_bytes=peaks[rank] if rank < len(peaks) else 0) for rank, place in enumerate(ranks)
+            RankLine(**place, last_bytes=peak) for place, peak in zip(ranks, chain(peaks, repeat(0)), strict=False)
         )
-        return RunOut(run=RunLine.model_validate(run), ranks=places, joined=joined, summaries=summaries)
+        line = RunLine.model_validate(run, from_attributes=True)
+        return RunOut(run=line, ranks=places, joined=joined, summaries=summaries)
 
     def cards(self) -> list[Card]:
         """Return each card that a run has read in the last hour, with the live runs on it."""
         query = (
-            select(ReadingRow, RunRow.model, RunRow.user, RunRow.state.label("state"))
+            select(
+                ReadingRow.card.label("uuid"),
+                *(ReadingRow.__table__.c),
+                RunRow.model,
+                RunRow.user,
+                RunRow.state.label("state"),
+            )
             .join(RunRow, RunRow.id == ReadingRow.run_id)
             .where(ReadingRow.at > time.time() - _RECENT_S)
             .order_by(ReadingRow.at.desc())
             .limit(5000)
         )
-        groups: dict[str, list[Any]] = {}
+        groups = defaultdict[str, list[Any]](list)
         with self.database.read() as connection:
             for row in connection.execute(query):
-                groups.setdefault(row.card, []).append(row)
-        cards = []
-        for card, (newest, *others) in groups.items():
-            columns = ("name", "kind", "total_bytes", "free_bytes", "own_bytes")
-            reading = CardReading.model_construct(uuid=card, **{name: getattr(newest, name) for name in columns})
-            runs = [
-                CardRun(run_id=row.run_id, model=row.model, user=row.user, own_bytes=row.own_bytes)
-                for row in (newest, *others)
-                if row.state == "live"
-            ]
-            cards.append(Card(host=newest.host, seen_at=newest.at, reading=reading, runs=tuple(runs)))
+                groups[row.card].append(row)
+        cards = [
+            Card(
+                host=rows[0].host,
+                seen_at=rows[0].at,
+                reading=CardReading.model_validate(rows[0], from_attributes=True),
+                runs=tuple(CardRun.model_validate(row, from_attributes=True) for row in rows if row.state == "live"),
+            )
+            for rows in groups.values()
+        ]
         return sorted(cards, key=lambda card: (card.host, card.reading.uuid))
 
     def machines(self) -> list[Machine]:
@@ -222,11 +212,6 @@ class RunRows(Rows):
             row = {"run_id": run_id, "card": key, "host": host, "at": at}
             row |= card.model_dump(exclude={"uuid"})
             connection.execute(self._put_reading, row)
-
-
-def _check_owner(run_id: str, owner: str, sender: str | None) -> None:
-    if sender is not None and sender != owner:
-        raise Conflict(f"another token began the run {run_id}")
 
 
 def _seen_at(at: float, cards: Sequence[CardReading]) -> float:

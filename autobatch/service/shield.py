@@ -1,4 +1,4 @@
-"""Refuses requests before any endpoint sees them: a wrong host or origin, a body too large, too many at once."""
+"""Refuses a wrong host or origin, floods, and bodies that are too large or too slow; adds headers to each answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Collection
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
-from starlette.requests import HTTPConnection
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,14 +22,15 @@ from autobatch.service.records import LARGEST_BODY
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _MOST_ADDRESSES = 10_000
 _BODY_WITHIN_S = 30.0
+_CLOSE = {"Connection": "close"}  # the rest of the body is not read
 _HEADERS = {
-    b"x-content-type-options": b"nosniff",
-    b"x-frame-options": b"DENY",
-    b"referrer-policy": b"same-origin",  # with "no-referrer" a browser hides the origin of our own forms
-    b"cache-control": b"no-store",
-    b"content-security-policy": (
-        b"default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; connect-src 'self'; "
-        b"img-src 'self' data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "same-origin",  # with "no-referrer" a browser hides the origin of our own forms
+    "cache-control": "no-store",
+    "content-security-policy": (
+        "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
 }
 
@@ -56,86 +59,74 @@ class RateLimit:
         return left < 1
 
 
+class BoundedRequest(Request):
+    """Reads a body of at most ``LARGEST_BODY`` bytes, for at most half a minute."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):  # where Starlette keeps it
+            self._body = await read_body(self, LARGEST_BODY)
+        return self._body
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """Return the body of a request, unless it is larger than ``most`` bytes or comes too slowly."""
+
+    async def read() -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise HTTPException(413, f"the body is larger than {most} bytes", _CLOSE)
+        return bytes(body)
+
+    try:
+        return await asyncio.wait_for(read(), _BODY_WITHIN_S)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, f"the body took longer than {_BODY_WITHIN_S:g} s", _CLOSE) from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the body was cut off", _CLOSE) from None
+
+
 class Shield:
     """The outermost layer of the service."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], limit: RateLimit, metrics: Metrics) -> None:
         self._app, self._hosts, self._limit, self._metrics = app, frozenset(hosts), limit, metrics
 
-    async def __call__(  # noqa: C901, PLR0915 - one request from its beginning to its end
-        self, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status, received, is_refused = time.perf_counter(), 500, 0, False
-        broken: Response | None = None  # answer to a body that is too large or too slow
-        left_s: float | None = _BODY_WITHIN_S  # None once the body is whole
+        began, status = time.perf_counter(), 500
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                present = {name for name, _ in message["headers"]}
-                added = [(name, value) for name, value in _HEADERS.items() if name not in present]
-                message = {**message, "headers": [*message["headers"], *added]}
+                status, headers = message["status"], MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
-        async def send_safely(message: Message) -> None:
-            nonlocal is_refused
-            if broken is None:
-                await send_with_headers(message)
-            elif not is_refused:  # FastAPI has taken it for a body that cannot be parsed
-                is_refused = True
-                await broken(scope, receive, send_with_headers)
-
-        async def receive_within_limit() -> Message:
-            nonlocal received, broken, left_s
-            asked = time.perf_counter()
-            try:
-                message = await (receive() if left_s is None else asyncio.wait_for(receive(), max(left_s, 0)))
-            except asyncio.TimeoutError:
-                broken = problem(408, f"the body took longer than {_BODY_WITHIN_S:g} s", {"Connection": "close"})
-                raise _BrokenError from None
-            received += len(message.get("body", b""))
-            if received > LARGEST_BODY:
-                broken = problem(413, _too_large(), {"Connection": "close"})
-                raise _BrokenError
-            if left_s is not None:
-                left_s = left_s - (time.perf_counter() - asked) if message.get("more_body") else None
-            return message
-
         try:
-            refused = self._refuse(HTTPConnection(scope), scope["method"])
-            await (refused or self._app)(scope, receive_within_limit, send_safely)
-        except _BrokenError:
-            if not is_refused and broken is not None:
-                await broken(scope, receive, send_with_headers)
+            await (self._refuse(HTTPConnection(scope)) or self._app)(scope, receive, send_with_headers)
         finally:
-            route = scope.get("route")
-            self._metrics.count(scope["method"], getattr(route, "path", "other"), status, time.perf_counter() - began)
+            path = getattr(scope.get("route"), "path", "other")
+            self._metrics.count(scope["method"], path, status, time.perf_counter() - began)
 
-    def _refuse(self, request: HTTPConnection, method: str) -> Response | None:
-        host = _host_of(request.headers.get("host", ""))
-        if host not in self._hosts and "*" not in self._hosts:
+    def _refuse(self, request: HTTPConnection) -> Response | None:
+        if _host_of(request.headers.get("host", "")) not in self._hosts and "*" not in self._hosts:
             return problem(421, "the Host header names another server; --allow-host allows it")
         origin = request.headers.get("origin", "")
-        if method not in {"GET", "HEAD"} and origin and urlsplit(origin).netloc != request.headers.get("host"):
+        is_other_site = origin and urlsplit(origin).netloc != request.headers.get("host")
+        if is_other_site and request.scope["method"] not in {"GET", "HEAD"}:
             return problem(403, "the request comes from a page of another site")
-        length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length[:20]) > LARGEST_BODY:
-            return problem(413, _too_large())
-        if self._limit.take(request.client.host if request.client else ""):
+        if self._limit.take(address_of(request)):
             return problem(429, "too many requests from this address", {"Retry-After": "1"})
         return None
 
 
-class _BrokenError(Exception):
-    pass
-
-
-def _too_large() -> str:
-    return f"the body is larger than {LARGEST_BODY} bytes"
+def address_of(request: HTTPConnection) -> str:
+    return request.client.host if request.client else ""
 
 
 def _host_of(header: str) -> str:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
+from fastapi import HTTPException
 from sqlalchemy import Connection, func, select, update
 from sqlalchemy.sql import ColumnElement, Select
 
 from autobatch.service.answers import Alert
 from autobatch.service.plan_rows import PlanRows
-from autobatch.service.rows import NotFound, delete_rows
+from autobatch.service.rows import columns_of, delete_rows
 from autobatch.service.run_rows import RunRows
-from autobatch.service.tables import AlertRow, PeakRow, PlanRow, PredictionRow, RunRow
+from autobatch.service.tables import AlertRow, PeakRow, PlanRow, PredictionRow, RecordRow, RunRow
 
 Kind = Literal["plans", "runs", "predictions"]
 
-_TABLES: dict[Kind, type[PlanRow | RunRow | PredictionRow]]
-_TABLES = {"plans": PlanRow, "runs": RunRow, "predictions": PredictionRow}
+_TABLES: dict[Kind, type[RecordRow]] = {"plans": PlanRow, "runs": RunRow, "predictions": PredictionRow}
 _MOST_PLANS = 2000  # of one fingerprint, as a local ledger keeps them
 _CLAIM_S = 60.0  # of an alert: a server that has not sent it by then is gone
 _DELETED_AT_ONCE = 20  # records of one transaction: a run may have many thousand summaries
@@ -32,7 +33,7 @@ class Store(PlanRows, RunRows):
 
         def write(connection: Connection) -> int:
             if not self.forget_rows(connection, _TABLES[kind], _TABLES[kind].id == record_id):
-                raise NotFound(f"no {kind.removesuffix('s')} has the id {record_id}")
+                raise HTTPException(404, f"no {kind.removesuffix('s')} has the id {record_id}")
             return self.forget_rows(connection, RunRow, RunRow.plan_id == record_id) if kind == "plans" else 0
 
         return self.database.write(write)
@@ -56,9 +57,7 @@ class Store(PlanRows, RunRows):
             "predictions": self._delete(PredictionRow, select(PredictionRow.id).where(is_alone), is_alone),
         }
 
-    def _delete(
-        self, table: type[PlanRow | RunRow | PredictionRow], found: Select[Any], still: ColumnElement[bool]
-    ) -> int:
+    def _delete(self, table: type[RecordRow], found: Select[Any], still: ColumnElement[bool]) -> int:
         """Delete in small transactions, so that a server can write meanwhile."""
         with self.database.read() as connection:
             ids = connection.execute(found).scalars().all()
@@ -72,27 +71,25 @@ class Store(PlanRows, RunRows):
         row = {"run_id": run_id, "kind": kind, "made_at": time.time(), "text": text[:1000]}
         return self.database.write(lambda connection: self.insert(connection, AlertRow, row))
 
-    def claim_alert(self, alert: Alert) -> bool:
-        """Return whether this server is to send an alert, which others that share the database then leave alone.
+    def alerts(self, *wanted: ColumnElement[bool]) -> list[Alert]:
+        """Return a hundred alerts, the newest first."""
+        query = select(*columns_of(AlertRow, Alert)).where(*wanted).order_by(AlertRow.made_at.desc()).limit(100)
+        with self.database.read() as connection:
+            return [Alert.model_validate(row, from_attributes=True) for row in connection.execute(query)]
+
+    def claim_alerts(self, since: float) -> Iterator[Alert]:
+        """Yield alerts for this server to send, which others that share the database then leave alone.
 
         A claim ends after a minute. If its server dies before it has sent the alert, another one sends it. If it dies
         after that, and before it has noted so, the alert is sent twice.
         """
         now = time.time()
-        return self._update_alert(alert, (AlertRow.sent_at == 0) & (AlertRow.claimed_at < now - _CLAIM_S), now, 0.0)
+        for alert in self.alerts(AlertRow.made_at > since, AlertRow.sent_at == 0, AlertRow.next_at <= now):
+            if self.note_alert(alert, AlertRow.next_at <= now, next_at=now + _CLAIM_S):
+                yield alert
 
-    def end_claim(self, alert: Alert, *, sent: bool) -> None:
-        self._update_alert(alert, AlertRow.sent_at == 0, 0.0, time.time() if sent else 0.0)
-
-    def _update_alert(self, alert: Alert, wanted: ColumnElement[bool], claimed_at: float, sent_at: float) -> bool:
-        is_it = (AlertRow.run_id == alert.run_id) & (AlertRow.kind == alert.kind) & wanted
-        change = update(AlertRow).where(is_it).values(claimed_at=claimed_at, sent_at=sent_at)
+    def note_alert(self, alert: Alert, *still: ColumnElement[bool], **values: Any) -> bool:
+        """Note what became of an alert that is not sent yet; return whether there is such a one."""
+        wanted = (AlertRow.run_id == alert.run_id, AlertRow.kind == alert.kind, AlertRow.sent_at == 0, *still)
+        change = update(AlertRow).where(*wanted).values(values)
         return bool(self.database.write(lambda connection: connection.execute(change).rowcount))
-
-    def alerts(self, limit: int = 100, *, unsent_since: float | None = None) -> list[Alert]:
-        columns = [AlertRow.__table__.c[name] for name in Alert.model_fields]
-        query = select(*columns).order_by(AlertRow.made_at.desc()).limit(limit)
-        if unsent_since is not None:
-            query = query.where(AlertRow.made_at > unsent_since, AlertRow.sent_at == 0)
-        with self.database.read() as connection:
-            return [Alert.model_validate(dict(row)) for row in connection.execute(query).mappings()]

@@ -21,7 +21,8 @@ class Base(DeclarativeBase):
     metadata = MetaData(naming_convention={"pk": "pk_%(table_name)s", "uq": "uq_%(table_name)s_%(column_0_name)s"})
 
 
-Id = Annotated[str, mapped_column(String(64))]
+# Letters of an id are compared by their number, as in SQLite, so that its beginning is found in the index.
+Id = Annotated[str, mapped_column(String(64).with_variant(String(64, "C"), "postgresql"))]
 Name = Annotated[str, mapped_column(String(200), default="")]
 Number = Annotated[int, mapped_column(BigInteger, autoincrement=False, default=0)]
 Moment = Annotated[float, mapped_column(Double, default=0.0)]
@@ -58,22 +59,28 @@ class ForgottenRow(Base):
     at: Mapped[Moment]
 
 
-class PlanRow(Base):
+class RecordRow(Base):
+    """What clients hand in and an admin may forget: a plan, a run or a prediction."""
+
+    __abstract__ = True
+    id: Mapped[Id] = mapped_column(primary_key=True)
+    model: Mapped[Name]
+    host: Mapped[Name]
+    step: Mapped[Id]
+    target_batch: Mapped[Number]
+    micro_batch_size: Mapped[Number]
+
+
+class PlanRow(RecordRow):
     """A plan of one rank."""
 
     __tablename__ = "plans"
-    id: Mapped[Id] = mapped_column(primary_key=True)
     made_at: Mapped[Moment]
-    model: Mapped[Name]
     device: Mapped[Name]
-    host: Mapped[Name]
     version: Mapped[Name]
     fingerprint: Mapped[Id]
-    step: Mapped[Id]
     rank: Mapped[Number]
     world_size: Mapped[Number]
-    target_batch: Mapped[Number]
-    micro_batch_size: Mapped[Number]
     accumulation_steps: Mapped[Number]
     peak_bytes: Mapped[Number]
     limit_bytes: Mapped[Number]
@@ -88,24 +95,18 @@ class PlanRow(Base):
     )
 
 
-class RunRow(Base):
+class RunRow(RecordRow):
     """A run, with the totals of its last summary."""
 
     __tablename__ = "runs"
-    id: Mapped[Id] = mapped_column(primary_key=True)
     started_at: Mapped[Moment]
     plan_id: Mapped[Id]
-    model: Mapped[Name]
     device: Mapped[Name]
     card_key: Mapped[Name]
-    host: Mapped[Name]
     user: Mapped[Name]
-    step: Mapped[Id]
     owner: Mapped[Name]  # name of the token that began it
-    added_at: Mapped[Moment]  # by the server's clock
     pid: Mapped[Number]
     world_size: Mapped[Number]
-    target_batch: Mapped[Number]
     first_size: Mapped[Number]  # micro-batch size at the start
     limit_bytes: Mapped[Number]
     seen_at: Mapped[float] = mapped_column(Double)  # by the server's clock
@@ -116,7 +117,6 @@ class RunRow(Base):
     seconds: Mapped[Moment]
     retries: Mapped[Number]
     size_changes: Mapped[Number]
-    micro_batch_size: Mapped[Number]
     last_bytes: Mapped[Number]  # peak in the last summary
     peak_bytes: Mapped[Number]  # the most of all summaries
     ranks: Mapped[Content]  # computer and device of each of several ranks
@@ -168,18 +168,12 @@ class ReadingRow(Base):
     __table_args__ = (Index("readings_by_age", "at"),)
 
 
-class PredictionRow(Base):
+class PredictionRow(RecordRow):
     """A prediction."""
 
     __tablename__ = "predictions"
-    id: Mapped[Id] = mapped_column(primary_key=True)
     made_at: Mapped[Moment]
-    model: Mapped[Name]
     card: Mapped[Name]
-    host: Mapped[Name]
-    step: Mapped[Id]
-    target_batch: Mapped[Number]
-    micro_batch_size: Mapped[Number]
     total_bytes: Mapped[Number]
     added_at: Mapped[Moment]  # by the server's clock
     content: Mapped[Content]
@@ -211,7 +205,8 @@ class AlertRow(Base):
     run_id: Mapped[Id] = mapped_column(primary_key=True)
     kind: Mapped[Name] = mapped_column(primary_key=True)
     made_at: Mapped[Moment]
-    claimed_at: Mapped[Moment]  # when a server began to send it; 0: none does
+    next_at: Mapped[Moment]  # no server sends it before
     sent_at: Mapped[Moment]  # 0: not yet
+    failure: Mapped[Name]  # of the last attempt
     text: Mapped[str] = mapped_column(String(1000))
     __table_args__ = (Index("alerts_by_age", "made_at"),)

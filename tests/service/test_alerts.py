@@ -23,9 +23,10 @@ class Webhook(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         refuses = self.server.refusals > 0 or "Poison" in body["text"]
         self.server.refusals -= self.server.refusals > 0
+        self.server.asked += 1
         if not refuses:
             self.server.messages.append(body)
-        self.send_response(500 if refuses else 200)
+        self.send_response(self.server.refusal if refuses else 200)
         self.end_headers()
 
     def log_message(self, *arguments):
@@ -36,7 +37,7 @@ class Webhook(BaseHTTPRequestHandler):
 def webhook():
     """A server that takes the alerts."""
     server = HTTPServer(("127.0.0.1", 0), Webhook)
-    server.messages, server.refusals = [], 0
+    server.messages, server.asked, server.refusals, server.refusal = [], 0, 0, 500
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -139,15 +140,51 @@ def test_a_run_that_fell_silent(service, alerts, webhook, hour):
     assert [(message["kind"], message["run"]) for message in webhook.messages] == [("silent", "silent")]
 
 
-def test_an_alert_is_sent_until_it_is_taken(service, alerts, webhook):
-    """A webhook that is away costs no alert; a taken one is not sent a second time."""
+@pytest.mark.parametrize("refusal", [500, 429])
+def test_an_alert_is_sent_until_it_is_taken(service, alerts, webhook, hour, refusal):
+    """A webhook that is in trouble costs no alert; a taken one is not sent a second time."""
     begin(service)
     summarise(service, 0, held_bytes=20 * GIB)
-    webhook.refusals = 2
+    webhook.refusals, webhook.refusal = 2, refusal
+    for _ in range(8):
+        alerts.check()
+        hour[0] += 10
+    assert (kinds(webhook), webhook.asked) == (["near limit"], 3)
+    assert service.store.alerts()[0].sent_at > 0
+
+
+def test_a_webhook_in_trouble_is_asked_less_and_less(service, alerts, webhook, hour):
+    """The waits grow, and a day later it is left alone."""
+    begin(service)
+    summarise(service, 0, held_bytes=20 * GIB)
+    webhook.refusals = 10**6
+    alerts.check()
+    service.store.end_run("r1", RunEnd(at=hour[0], outcome="finished"))
+    asked = []
+    for _ in range(2 * 24 * 6):
+        alerts.check()
+        hour[0] += 600
+        asked.append(webhook.asked)
+    assert 5 < asked[24 * 6] < 20
+    assert asked[-1] == asked[24 * 6]
+    assert service.store.alerts()[0].failure == "the webhook answered 500"
+
+
+@pytest.mark.parametrize("refusal", [400, 404])
+def test_a_refusal_is_final_and_logged_once(  # noqa: PLR0917 - fixtures
+    service, alerts, webhook, hour, caplog, refusal
+):
+    """The same text would be refused the same way again; the page says why it was not sent."""
+    begin(service)
+    summarise(service, 0, held_bytes=20 * GIB)
+    webhook.refusals, webhook.refusal = 10**6, refusal
     for _ in range(4):
         alerts.check()
-    assert kinds(webhook) == ["near limit"]
-    assert service.store.alerts()[0].sent_at > 0
+        hour[0] += 70
+    assert webhook.asked == 1
+    assert len([line for line in caplog.messages if str(refusal) in line]) == 1
+    [alert] = service.store.alerts()
+    assert (alert.sent_at, str(refusal) in alert.failure) == (0, True)
 
 
 def test_a_text_that_the_webhook_refuses_stops_no_other(service, alerts, webhook):
@@ -203,8 +240,7 @@ def test_another_server_sends_what_a_dead_one_has_claimed(service, alerts, webho
     begin(service)
     summarise(service, 0, held_bytes=20 * GIB)
     service.store.add_alert("r1", "near limit", "the text")
-    [alert] = service.store.alerts()
-    assert service.store.claim_alert(alert)
+    assert [alert.kind for alert in service.store.claim_alerts(0)] == ["near limit"]
     alerts.check()
     assert webhook.messages == []
     hour[0] += 61

@@ -150,6 +150,18 @@ def test_a_wrong_clock_makes_no_live_run_silent(client):
     assert states == {"r1": "live", "late": "silent"}
 
 
+def test_a_clock_that_is_ahead_puts_nothing_first(client):
+    """The server takes its own time for a run, a plan or a prediction that comes from the future."""
+    for name, ahead in (("future", 1e6), ("now", 0.0)):
+        post(client, "/runs", make_run_in(name, started_at=time.time() + ahead))
+        post(client, "/plans", make_plan_in(name, made_at=time.time() + ahead))
+        post(client, "/predictions", make_prediction(name, made_at=time.time() + ahead))
+        time.sleep(0.01)
+    for path, key in (("/runs", "runs"), ("/runs?state=live", "runs"), ("/plans", "plans"), ("/predictions",) * 2):
+        found = get(client, path)[key.removeprefix("/")]
+        assert [one["id"] for one in found] == ["now", "future"], path
+
+
 def test_two_plans_compared(client):
     """As autobatch diff has it."""
     post(client, "/plans", make_plan_in("a1"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from contextlib import ExitStack, suppress
 
 import pytest
 from fastapi.testclient import TestClient
-from services import make_plan_in, make_run_in
+from services import make_plan_in, make_run_in, run_in_thread
 from sqlalchemy import text
 from team_server import wait_for
 
@@ -137,7 +138,7 @@ def test_a_stranger_s_body_is_not_read(client_of):
 @ON_SQLITE
 def test_silent_connections_are_ended(service, monkeypatch):
     """Without a byte, within the headers, after a request and within the body; a stream stays open."""
-    monkeypatch.setattr("autobatch.service.server._HEADERS_WITHIN_S", 0.3)
+    monkeypatch.setattr("autobatch.service.server._REQUEST_WITHIN_S", 0.3)
     monkeypatch.setattr("autobatch.service.shield._BODY_WITHIN_S", 0.3)
     token = service.tokens.create("ci", "admin")
     server = make_server(service)
@@ -161,6 +162,31 @@ def test_silent_connections_are_ended(service, monkeypatch):
     finally:
         server.should_exit = True
         thread.join()
+
+
+@ON_SQLITE
+def test_a_flood_of_silent_connections_keeps_nobody_out(service, monkeypatch):
+    """One too many ends the one that has been silent the longest; whoever asks is answered, and a stream stays open."""
+    monkeypatch.setattr("autobatch.service.server._MOST_SILENT", 20)
+    head = f"HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {service.tokens.create('ci', 'admin')}\r\n\r\n"
+    with run_in_thread(service) as url, ExitStack() as open_ones:
+
+        def connect(sent=""):
+            one = open_ones.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
+            one.settimeout(5)
+            one.sendall(sent.encode())
+            return one
+
+        stream = connect(f"GET /api/v1/events {head}")
+        assert b"200 OK" in stream.recv(65536)
+        flood = [connect("GET" if index % 2 else "") for index in range(100)]
+        assert b"200 OK" in connect(f"GET /healthz {head}").recv(65536)
+        with suppress(ConnectionResetError):
+            assert flood[0].recv(1) == b""
+        flood[-1].settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            flood[-1].recv(1)
+        assert sum(service.streams.values()) == 1
 
 
 @ON_SQLITE

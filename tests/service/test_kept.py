@@ -117,8 +117,8 @@ def test_plans_are_kept_by_count(service, client, monkeypatch):
     assert sorted(plan["id"] for plan in get(client, "/plans")["plans"]) == ["a2", "a6", "a7", "a8", "other"]
 
 
-def test_a_part_of_an_id_or_name_finds(client):
-    """In any case, also beyond ASCII; the filters of both lists, by the page of results too."""
+def test_the_beginning_of_an_id_and_a_part_of_a_name_find(client):
+    """A name in any case, also beyond ASCII; the filters of both lists, by the page of results too."""
     names = {"model": "ÜbersetzerÄ", "host": "Köln-1"}
     post(client, "/plans", make_plan_in("abc_DEF-1", **names))
     post(client, "/plans", make_plan_in("ghi-2"))
@@ -128,11 +128,22 @@ def test_a_part_of_an_id_or_name_finds(client):
         for query in ({"model": "übersetzerä"}, {"model": "TZERÄ"}, {"host": "KÖLN"}):
             assert len(get(client, path, **query)[key]) == 1, (path, query)
         assert get(client, path, host="Koln")[key] == []
-    assert [plan["id"] for plan in get(client, "/plans", id="c_def")["plans"]] == ["abc_DEF-1"]
-    assert get(client, "/plans", id="c%def")["plans"] == get(client, "/plans", id="cxdef")["plans"] == []
-    assert [run["id"] for run in get(client, "/runs", id="xyz")["runs"]] == ["run_XYZ"]
+    for part in ("a", "abc_D", "abc_DEF-1"):
+        assert [plan["id"] for plan in get(client, "/plans", id=part)["plans"]] == ["abc_DEF-1"]
+    for part in ("abc%", "abcx", "abc_d", "bc_DEF-1", "abc_DEF-12", "é", "~"):
+        assert get(client, "/plans", id=part)["plans"] == [], part
+    assert [run["id"] for run in get(client, "/runs", id="run_X")["runs"]] == ["run_XYZ"]
     assert [run["id"] for run in get(client, "/runs", device="ÅNG", model="ü")["runs"]] == ["run_XYZ"]
     get(client, "/runs", 422, devise="x")
+
+
+def test_the_beginning_of_very_many_ids_finds_the_newest(client, monkeypatch):
+    """A list of what was found has a bound, and the page is right beyond it."""
+    monkeypatch.setattr("autobatch.service.rows._MOST_FOUND", 3)
+    for index in range(6):
+        post(client, "/plans", make_plan_in(f"a{9 - index}", made_at=1.7e9 + index, model=f"Net{index}"))
+    assert [plan["id"] for plan in get(client, "/plans", id="a", limit=2)["plans"]] == ["a4", "a5"]
+    assert [plan["id"] for plan in get(client, "/plans", model="net", limit=2)["plans"]] == ["a4", "a5"]
 
 
 def test_machines_have_cards_that_are_free_and_users(client):

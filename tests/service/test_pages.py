@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from fastapi.testclient import TestClient
@@ -10,7 +11,7 @@ from services import GIB, make_card, make_plan_in, make_prediction, make_run_in,
 
 from autobatch.service import pages
 from autobatch.service.pages import chart_memory
-from autobatch.service.records import RunIn, RunSummary
+from autobatch.service.records import RunEnd, RunIn, RunSummary
 from autobatch.service.server import make_app
 
 EVIL = "<script>alert(1)</script>"
@@ -55,7 +56,8 @@ def test_pages_need_a_login(browser, client_of):
     """Without a cookie every page leads to the login; a wrong token does not get in; logging out ends it."""
     stranger = client_of()
     for path in PAGES:
-        answer = stranger.get(path, follow_redirects=False)
+        assert stranger.get(path).status_code == 401
+        answer = stranger.get(path, headers={"Accept": "text/html"}, follow_redirects=False)
         assert (answer.status_code, answer.headers["location"]) == (303, "/login")
     assert stranger.post("/login", data={"token": "abt_wrong"}).status_code == 401
     assert stranger.post("/login", content=b"\xff&&=%zz").status_code == 401
@@ -104,8 +106,22 @@ def test_memory_over_time_is_labelled(service, client):
     assert labels == ["0", "20.0 GiB", "18.0 GiB", "2001-09-09 01:46 UTC", "2001-09-09 02:46 UTC"]
 
 
+def test_a_run_without_a_summary_reads_well(service, client):
+    """It says that none came yet, and shows no peak, no bar and no chart."""
+    cookie = {"Cookie": f"autobatch_token={service.tokens.create('one', 'reader')}"}
+    for changes in ({}, {"limit_bytes": 0, "cards": [], "model": "", "user": "", "plan_id": ""}):
+        service.store.add_run(RunIn.model_validate(make_run_in(f"r{len(changes)}", **changes)))
+        page = client.get(f"/runs/r{len(changes)}", headers=cookie).text
+        page = page[page.index("<h1>") :]
+        assert "No summary yet" in page
+        assert not re.search('0 bytes|None|svg|class="bar|Memory over time|last peak', page)
+    assert '<span class="bar' not in client.get("/runs", headers=cookie).text
+    service.store.end_run("r0", RunEnd(at=time.time(), outcome="failed"))
+    assert "It sent no summary" in client.get("/runs/r0", headers=cookie).text
+
+
 def test_a_plan_with_many_trials_is_drawn_in_part(browser, client):
-    """An even choice of them, and the page says so; one report is drawn at a time."""
+    """An even choice of them, and the page says so; few wait for a report at a time."""
     plan = make_plan_in("many")
     [trial, *_] = plan["plan"]["trials"]
     plan["plan"]["trials"] = [{**trial, "micro_batch_size": size + 1} for size in range(9000)]
@@ -113,12 +129,11 @@ def test_a_plan_with_many_trials_is_drawn_in_part(browser, client):
     page = browser.get("/plans/many").text
     assert "200 of 9000 trials" in page
     assert len(page) < 1_000_000
-    pages._draw_report.cache_clear()
-    pages._PATIENCE_S, patience = 0.01, pages._PATIENCE_S
+    for _ in range(4):
+        pages._turns.acquire()
     try:
-        with pages._drawing:
-            answer = browser.get("/plans/many")
+        answer = browser.get("/plans/many")
     finally:
-        pages._PATIENCE_S = patience
+        pages._turns.release(4)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
     assert browser.get("/plans/many").status_code == 200

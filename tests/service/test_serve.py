@@ -106,6 +106,8 @@ def test_old_records_are_pruned_by_command(home, capsys):
         "postgresql://u:s3cret@127.0.0.1:1/db",
         "postgresql://u:s3cret@127.0.0.1:1/db?nosuch=s3cret",
         "sqlite:///:memory:",
+        "sqlite:///x.db?nosuch=s3cret",
+        "sqlite:///x.db?timeout=s3cret",
     ],
 )
 def test_a_database_that_cannot_be_used_costs_one_line(home, capsys, url, tmp_path, monkeypatch):
