@@ -148,7 +148,7 @@ class MicroBatch(NamedTuple):
             if isinstance(leaf.value, torch.Tensor):
                 own = part.detach()
                 own = own if own.device == home else move(own)
-                moved.append(own.requires_grad_(leaf.value.requires_grad))
+                moved.append(own.requires_grad_() if leaf.value.requires_grad else own)
             elif leaf.kind == "shared":
                 moved.append(part)
             else:

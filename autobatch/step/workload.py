@@ -76,19 +76,18 @@ class Workload:
         # Not by model.parameters(), which makes a name for each: 2.4 times as long, in every step.
         owned: list[nn.Parameter | None] = []
         waiting: list[nn.Module | None] = [self.model]
-        seen = {id(None)}
+        seen = set[int]()
         while waiting:
             module = waiting.pop()
-            if id(module) in seen or module is None:
+            if module is None or id(module) in seen:
                 continue
             seen.add(id(module))
-            if module._parameters:  # noqa: SLF001 - as above
-                owned += module._parameters.values()  # noqa: SLF001 - as above
-            if module._modules:  # noqa: SLF001 - as above
-                waiting += reversed(module._modules.values())  # noqa: SLF001 - as above
-        found = {id(one): one for one in owned if one is not None}
-        found |= {id(one): one for one in self._held_by_optimizer()}
-        return [*found.values()]
+            if own := module._parameters:  # noqa: SLF001 - as above
+                owned += own.values()
+            if below := module._modules:  # noqa: SLF001 - as above
+                waiting += reversed(below.values())
+        owned += self._held_by_optimizer()
+        return [*{id(one): one for one in owned if one is not None}.values()]
 
     def drop_gradients(self) -> None:
         for parameter in self.parameters():
@@ -98,7 +97,7 @@ class Workload:
         """Count the values of the parameters that the optimizer moves; those of lazy modules have none yet."""
         trained = [one for one in self._held_by_optimizer() if one.requires_grad]
         try:
-            return sum(one.numel() for one in trained)
+            return sum([one.numel() for one in trained])
         except (NotImplementedError, RuntimeError, ValueError):  # asking first takes five times as long
             return sum(one.numel() for one in trained if not is_uninitialized(one))
 

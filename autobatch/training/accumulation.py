@@ -37,7 +37,7 @@ from autobatch.training.batches import cut_weighed, find_least_size, refuse_larg
 from autobatch.training.given_backward import Backward
 from autobatch.training.misuse import BatchWatch, GradientWatch
 from autobatch.training.stated_counts import StatedCounts, check_counts, find_doubtful, read_stated
-from autobatch.training.weights import DividedLoss, StepLoss, check_additive
+from autobatch.training.weights import StepLoss, check_additive
 from autobatch.undo.gradients import Float32Sums, join_sparse_rows
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
@@ -114,14 +114,15 @@ class Accumulation:
     def record(self) -> Undo:
         self._is_watched, self.watched = self.watched > 0, max(self.watched - 1, 0)
         self.leaves_are_known = self.leaves_are_known and not (self._is_watched and self.is_training)
-        self._parameters = self.workload.parameters()
+        undo = try_twice(self.device.reclaim, _COPYING, self._record, self.workload.parameters)
+        self._parameters = undo.gradients.parameters
         if self.is_training:
             if not (found := find_hooks(self._parameters)) <= self._hooks:
                 self.workload.check_hooks(self._hooks)
             self._hooks, self._next_handle = found, RemovableHandle.next_id
-        return try_twice(self.device.reclaim, _COPYING, self._record, self._parameters)
+        return undo
 
-    def _record(self, parameters: Sequence[torch.Tensor] = ()) -> Undo:
+    def _record(self, parameters: Callable[[], Sequence[torch.Tensor]] = tuple) -> Undo:
         model, device = self.workload.model, self.device.torch_device
         return Undo(model, device, keep=self.keep, written=self.written, parameters=parameters)
 
@@ -219,18 +220,18 @@ class Accumulation:
         losses, aux = (returned, None) if type(returned) is torch.Tensor else split_output(returned)
         if gradients is not None:
             gradients.refuse_change()
-        divided = progress.loss.divide(micro_batch, losses)
-        progress.stated += read_stated(micro_batch, losses) if self._stated.is_due else ()
-        if divided is not None and not self.leaves_are_known:
-            self.workload.check_leaves(divided[0], self.stand_ins())
+        part = progress.loss.divide(micro_batch, losses)
+        if self._stated.is_due:
+            progress.stated += read_stated(micro_batch, losses)
+        if part is not None and not self.leaves_are_known:
+            self.workload.check_leaves(part, self.stand_ins())
             self.leaves_are_known = True  # going through the graph takes as long as a forward pass
         progress.phase, progress.running = "backward", "the backward pass of your loss"
-        self._run_backward(divided)
+        self._run_backward(part)
         progress.running = ""
         if self._is_watched or self._has_sparse or not self.is_training:
             widen_to = self.stands_for if not progress.aux else 0
             self._has_sparse = join_sparse_rows(self._parameters, self._sums, widen_to)
-        progress.loss.add(divided)
         return aux
 
     def _take(self, micro_batch: MicroBatch) -> Any:
@@ -241,10 +242,10 @@ class Accumulation:
         workload = self.workload
         return workload.call_step(samples) if self._is_watched else workload.step(workload.model, samples)
 
-    def _run_backward(self, divided: DividedLoss | None) -> None:
-        if divided is None:  # the step states a count of 0
+    def _run_backward(self, part: torch.Tensor | None) -> None:
+        if part is None:  # the step states a count of 0
             return
-        loss = divided[0] * divided[1] if self.scale is None else self.scale(divided[0] * divided[1])
+        loss = part if self.scale is None else self.scale(part)
         loss.backward() if self.backward is None else self.backward(loss)
 
     def _find_uncopied(self) -> Sequence[torch.Tensor]:
@@ -289,7 +290,7 @@ class Accumulation:
             self._sums.write()
         if progress.had_gradients:
             undo.gradients.add()
-        self._counted = progress.counted_per_sample
+        self._counted = progress.counted_per_sample if progress.loss.counted else 0.0
 
     def summed(self) -> Collection[torch.Tensor]:
         """Return the parameters whose gradients are still sums in float32, which take their memory."""
@@ -311,8 +312,15 @@ class Accumulation:
     def commit(self, undo: Undo) -> None:
         """Drop the record: nothing is undone from here on."""
         undo.find_lost()  # so that the next record copies it
+        if self._is_watched:
+            self._parameters = self.workload.parameters()  # a first forward pass may have made some
         self.counted_per_sample = self._counted
         self._end(undo)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the last step, once its update is made."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _end(self, undo: Undo) -> None:
         self._sums.end()

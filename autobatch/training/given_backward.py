@@ -32,6 +32,7 @@ class GivenBackward:
 
     def __call__(self, loss: torch.Tensor) -> None:
         """Call it, and refuse it if it makes another gradient."""
+        loss = loss.clone()  # it may keep what it is given, and later losses are added to this one
         arrived: list[torch.Tensor] = []
         loss.register_hook(arrived.append)
         # In the first pass alone: going through the graph takes as long as a forward pass.

@@ -43,7 +43,6 @@ from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.given_backward import Backward
-from autobatch.training.weights import DividedLoss
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 
@@ -200,9 +199,9 @@ class LockstepAccumulation(Accumulation):
             self._sums.add_gradients(self._parameters)  # torch calls no hook of a sharded parameter
         return aux
 
-    def _run_backward(self, divided: DividedLoss | None) -> None:
-        if divided is not None:
-            super()._run_backward(divided)
+    def _run_backward(self, part: torch.Tensor | None) -> None:
+        if part is not None:
+            super()._run_backward(part)
         else:  # no sample counts here, but the other ranks run their backward pass
             assert self._now is not None  # noqa: S101 - narrows for mypy
             run_zero_backward(self._find_counted(self._now[1]))

@@ -317,7 +317,7 @@ class StepRunner:
         try:
             update.apply(self.steps)
         finally:
-            self._workload.drop_gradients()  # also of parameters that a forward pass has made
+            self._accumulation.drop_gradients()
 
     def _report(
         self,

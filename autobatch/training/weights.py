@@ -35,9 +35,9 @@ _MOST_EXPECTED = 16
 """How many times what a first micro-batch tells the step before is believed without a scaler: of float16's range that
 takes 4 of 40 bits (2^-24 to 65504) to either side. With a scaler gradients are far from the lower end."""
 
-DividedLoss = tuple[torch.Tensor, float, float, "float | None"]
-"""A micro-batch's part of the step's loss: a 0-dim tensor with a graph, and what it is still to be multiplied by; its
-count and the unit that it was divided by, or 0 and ``None`` where it was divided by the total."""
+_Divided = tuple[torch.Tensor, float, "float | None"]
+"""A micro-batch's part of the step's loss; its count and the unit that it was divided by, or 0 and ``None`` if it was
+divided by the total."""
 
 
 class StepLoss:
@@ -117,33 +117,36 @@ class StepLoss:
         self.unit: float | None = None
         self.counted, self._has_stated_none = 0.0, False
 
-    def divide(self, micro_batch: MicroBatch, loss: Any) -> DividedLoss | None:
-        """Divide the losses of a micro-batch, such that those of all micro-batches add up to the step's loss.
+    def divide(self, micro_batch: MicroBatch, loss: Any) -> torch.Tensor | None:
+        """Return a micro-batch's part of the step's loss, a 0-dim tensor with a graph, and add it to ``value``.
 
         Return ``None`` if the step states a count of 0.
         """
         total = self.weights.get("")
+        divided: _Divided | None
         if total and type(loss) is torch.Tensor and loss.dtype in _WIDE and not loss.ndim and loss.requires_grad:
-            return loss, micro_batch.weights[""] / total, 0.0, None  # nearly every step, in every micro-batch
-        return self._divide_terms(micro_batch, read_terms(loss))
-
-    def add(self, divided: DividedLoss | None) -> None:
-        """Add a micro-batch's part, after its backward pass; ``None``: the step states a count of 0."""
+            divided = loss * (micro_batch.weights[""] / total), 0.0, None  # nearly every step, in every micro-batch
+        else:
+            divided = self._divide_terms(micro_batch, read_terms(loss))
         if divided is None:
             self._has_stated_none = True
+        elif self.value is None:  # no memory is allocated for the sum: it begins as the first part
+            self.value, self.counted, self.unit = divided[0].detach(), *divided[1:]
         else:
-            loss, factor, count, unit = divided
-            if self.value is None:
-                self.value, self.unit = loss.detach() * factor, unit
-            elif unit is not self.unit and (unit is None or self.unit is None):
-                raise InvalidArgument(_STATED_FOR_SOME)
-            elif self.value.dtype is loss.dtype:
-                self.value.add_(loss.detach(), alpha=factor)  # only the first micro-batch allocates one number
-            else:
-                self.value = self.value + loss.detach() * factor
-            self.counted += count
+            self._add(*divided)
         if self._has_stated_none and self.value is not None and self.unit is None:
             raise InvalidArgument(_STATED_FOR_SOME)  # the others' mean would be over these samples too
+        return None if divided is None else divided[0]
+
+    def _add(self, part: torch.Tensor, count: float, unit: float | None) -> None:
+        assert self.value is not None  # noqa: S101 - narrows for mypy
+        if unit is not self.unit and (unit is None or self.unit is None):
+            raise InvalidArgument(_STATED_FOR_SOME)
+        if self.value.dtype is part.dtype:
+            self.value.add_(part.detach())
+        else:
+            self.value = self.value + part.detach()
+        self.counted += count
 
     def correct(self) -> float:
         """Divide the loss by the true total if that was not known before; returns the gradients' factor."""
@@ -152,7 +155,7 @@ class StepLoss:
             self.value = self.value * factor
         return factor
 
-    def _divide_terms(self, micro_batch: MicroBatch, terms: Sequence[Term]) -> DividedLoss | None:
+    def _divide_terms(self, micro_batch: MicroBatch, terms: Sequence[Term]) -> _Divided | None:
         weights, is_narrow, is_stated = micro_batch.weights, False, False
         for term in terms:
             is_narrow |= term.is_narrow
@@ -165,7 +168,7 @@ class StepLoss:
             return self._divide_by_unit(micro_batch.size, terms, weights[""])
         check_names(terms, weights)
         parts = [part for term in terms if (part := self._divide_by_total(term, weights)) is not None]
-        return (functools.reduce(torch.add, parts), 1.0, 0.0, None) if parts else None
+        return (functools.reduce(torch.add, parts), 0.0, None) if parts else None
 
     def _divide_by_total(self, term: Term, weights: Mapping[str, float]) -> torch.Tensor | None:
         name = term.name if term.name in weights else ""
@@ -181,12 +184,12 @@ class StepLoss:
         parts = [weights[name] / total for name, total in self.weights.items() if total > 0]
         return math.fsum(parts) / len(parts)
 
-    def _divide_by_unit(self, size: int, terms: Sequence[Term], count: float) -> DividedLoss | None:
+    def _divide_by_unit(self, size: int, terms: Sequence[Term], count: float) -> _Divided | None:
         if count == 0:
             return None
         unit = self.unit or self.common_unit or self._choose_unit(size, count)
         parts = [term.divide(count, unit) for term in terms]
-        return functools.reduce(torch.add, parts), 1.0, count, unit
+        return functools.reduce(torch.add, parts), count, unit
 
     def _choose_unit(self, size: int, count: float) -> float:
         """Near to the total, as far as the first micro-batch and the step before tell.

@@ -54,14 +54,16 @@ class Contents:
         self.tensors: list[torch.Tensor] = []
         self.modules: list[nn.Module] = []
         self._whole, self._seen = whole, set[int]()
-        self._copies: list[tuple[Any, Any]] = []  # of containers, each with its copy
+        self._containers: list[Any] = []
+        self._copies: list[Any] = []  # of each container, in a list of its own: pairs would be more for the collector
         self._values: list[tuple[Any, Any]] = []  # of arrays and generators, each with its state
         if roots:
             self.add([*roots])
 
     def add(self, waiting: list[Any]) -> list[nn.Module]:  # noqa: C901 - one loop: a call for each container takes 30 %
         """Record everything below more objects; return the modules that are reached for the first time."""
-        seen, copies, tensors, reached = self._seen, self._copies, self.tensors, len(self.modules)
+        seen, containers, copies, tensors = self._seen, self._containers, self._copies, self.tensors
+        reached = len(self.modules)
         for value in waiting:  # grows while it is read
             kind = KINDS[type(value)]
             if kind == "plain" or id(value) in seen:
@@ -71,7 +73,8 @@ class Contents:
                 tensors.append(value)
             elif kind == "container":
                 copy = value.copy() if type(value) is dict else _copy_entries(value)
-                copies.append((value, copy))
+                containers.append(value)
+                copies.append(copy)
                 if self._whole or len(copy) <= MOST_ENTRIES:
                     for key in copy:  # of a list the entries
                         if type(key) is not str:
@@ -94,14 +97,15 @@ class Contents:
 
     def restore(self) -> None:
         """Restore all of it, in place. Can be done any number of times."""
-        for container, copy in self._copies:
+        for container, copy in zip(self._containers, self._copies, strict=True):
             put_entries(container, copy)
         for value, state in self._values:
             _write_value(value, state)
 
     def find_changed(self) -> set[int]:
         """Return the ids of containers, arrays and generators that changed."""
-        changed = {id(container) for container, copy in self._copies if not is_same(container, copy)}
+        pairs = zip(self._containers, self._copies, strict=True)
+        changed = {id(container) for container, copy in pairs if not is_same(container, copy)}
         return changed | {id(value) for value, state in self._values if not _has_value(value, state)}
 
     def has(self, container: Any) -> bool:

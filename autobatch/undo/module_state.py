@@ -48,7 +48,7 @@ class ModuleState:
         finally:
             if was_enabled:
                 gc.enable()
-        self._classes = [type(module) for module in self.modules]
+        self._classes = [*map(type, self.modules)]
         tables = [table for module in self.modules if (table := module._buffers)]
         buffers = {id(buffer): buffer for table in tables for buffer in table.values() if buffer is not None}
         self.buffers = [buffer for buffer in buffers.values() if type(buffer) not in LAZY and _is_own(buffer)]
@@ -131,8 +131,11 @@ class _Headers:
 
     def find_written(self) -> list[torch.Tensor]:
         """Aliases of tensors that were written into."""
-        counted = zip(self._counted, self.aliases, self._versions, strict=True)
-        return [alias for tensor, alias, version in counted if tensor._version != version]
+        versions = [tensor._version for tensor in self._counted]
+        if versions == self._versions:
+            return []
+        written = zip(self.aliases, versions, self._versions, strict=True)
+        return [alias for alias, now, before in written if now != before]
 
     def restore(self) -> None:
         for tensor, kind, alias in self._lazy:

@@ -17,8 +17,7 @@ RUNNER = "tests/training/test_runner.py"
 )
 def micro_batches_count_alike(real, self, micro_batch, loss):
     """A short last micro-batch counts as much as a full one."""
-    divided, _, *others = real(self, micro_batch, loss)
-    return divided, 1 / -(-self.samples // micro_batch.size), *others
+    return real(self, micro_batch._replace(weights={"": self.samples / -(-self.samples // micro_batch.size)}), loss)
 
 
 @bug(
@@ -42,12 +41,13 @@ def the_loss_of_a_failed_attempt_stays(real, self):
 
 
 @bug(
-    "autobatch.training.weights.StepLoss.add",
+    "autobatch.training.weights.StepLoss.divide",
     f"{WEIGHTS}::test_the_gradient_and_the_loss_are_the_full_batchs",
 )
-def the_reported_loss_is_a_sum(real, self, divided):
-    """The reported loss grows with the number of micro-batches."""
-    real(self, None if divided is None else (divided[0], 1.0, *divided[2:]))
+def the_reported_loss_is_the_last_ones(real, self, micro_batch, loss):
+    """The reported loss is that of the last micro-batch alone."""
+    self.value = None
+    return real(self, micro_batch, loss)
 
 
 @bug(
@@ -83,7 +83,7 @@ def scaled_gradients_are_clipped(real, self):
 
 
 @bug(
-    "autobatch.step.workload.Workload.drop_gradients",
+    "autobatch.training.accumulation.Accumulation.drop_gradients",
     f"{RUNNER}::test_the_optimizer_steps_exactly_once_and_gradients_are_gone",
 )
 def an_updates_gradients_stay(real, self):
