@@ -391,11 +391,28 @@ def test_a_ledger_that_is_off_or_broken_is_reported(ask, monkeypatch):
     assert ask("show", "plan.json")[0] == 0
     monkeypatch.setenv("AUTOBATCH_LEDGER", "on")
     monkeypatch.setenv("AUTOBATCH_HOME", "plan.json")
-    code, _, error = ask("plans")
-    assert code == 1
-    assert "cannot be used" in error
     assert ask("show", "plan.json")[0] == 0
     assert "plans cannot be stored" in ask("doctor")[1]
+
+
+HOMES = {
+    "a file": lambda folder: (folder / "x.txt").write_text(""),
+    "a folder in a file": lambda folder: (folder / "x.txt").write_text(""),
+    "a link to itself": lambda folder: (folder / "x.txt").symlink_to("x.txt"),
+}
+
+
+@pytest.mark.parametrize("command", ["plans", "show a1", "diff a1 b2", "report a1", "forget --all", "push", "serve"])
+@pytest.mark.parametrize("name", HOMES)
+def test_a_home_that_cannot_be_used_is_refused_in_one_line(here, ask, monkeypatch, name, command):
+    """As any misuse: 1 would be an answer, such as "the plans differ"."""
+    HOMES[name](here)
+    monkeypatch.setenv("AUTOBATCH_HOME", "x.txt/inside" if "in a" in name else "x.txt")
+    monkeypatch.setenv("AUTOBATCH_SERVER", "http://127.0.0.1:9")
+    code, text, error = ask(*command.split())
+    assert (code, text, error.count("\n")) == (2, "", 1)
+    assert "x.txt" in error
+    assert "AUTOBATCH_HOME" in error
 
 
 @pytest.mark.usefixtures("here")
