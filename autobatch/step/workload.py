@@ -21,6 +21,7 @@ from autobatch.step.losses import Term, read_terms, read_weights
 from autobatch.step.losses import Weigh as Weigh  # noqa: PLC0414 - callers take both types from here
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.reachable import find_outside
+from autobatch.step.totals import refuse_totals
 from autobatch.torch_internals.storages import bytes_of, is_uninitialized
 
 Step = Callable[[nn.Module, Any], Any]
@@ -153,6 +154,7 @@ class Workload:
 def read_output(returned: Any) -> tuple[tuple[Term, ...], Any]:
     """Read the losses of a step and the values beside them; raise InvalidArgument if they have no gradient."""
     loss, aux = split_output(returned)
+    refuse_totals(loss)
     return read_terms(loss), aux
 
 

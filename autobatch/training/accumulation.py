@@ -30,6 +30,7 @@ from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom, try_twice
 from autobatch.step.loop_guard import find_hooks
 from autobatch.step.model_info import is_compiled
+from autobatch.step.totals import refuse_totals
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.batches import cut_weighed, find_least_size, refuse_larger_micro_batches
@@ -219,6 +220,7 @@ class Accumulation:
         divided = progress.loss.divide(micro_batch, losses)
         progress.stated += read_stated(micro_batch, losses) if self._stated.is_due else ()
         if divided is not None and not self.leaves_are_known:
+            refuse_totals(losses)
             self.workload.check_leaves(divided[0], self.stand_ins())
             self.leaves_are_known = True  # going through the graph takes as long as a forward pass
         progress.phase, progress.running = "backward", "the backward pass of your loss"
