@@ -154,8 +154,9 @@ class Workload:
 def read_output(returned: Any) -> tuple[tuple[Term, ...], Any]:
     """Read the losses of a step and the values beside them; raise InvalidArgument if they have no gradient."""
     loss, aux = split_output(returned)
+    terms = read_terms(loss)
     refuse_totals(loss)
-    return read_terms(loss), aux
+    return terms, aux
 
 
 def split_output(returned: Any) -> tuple[Any, Any]:
