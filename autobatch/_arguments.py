@@ -98,6 +98,21 @@ def is_instance_with(value: Any, *methods: str) -> bool:
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in methods)
 
 
+def is_function_of(value: Any, count: int) -> bool:
+    """Return whether a value can be called with so many arguments, as far as it shows, and is not a class."""
+    if isinstance(value, type) or not callable(value):
+        return False
+    try:
+        signature = inspect.signature(value, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
 def takes_none(value: Any, method: str) -> bool:
     """Return whether a method can be called without an argument; ``True`` if its class does not show that.
 

@@ -36,7 +36,7 @@ def _check_text(text: str, info: ValidationInfo) -> str:
 
 def _check_ratio(value: float) -> float:
     if value < 0:
-        raise ValueError("Input should be greater than or equal to 0")
+        raise ValueError("must be at least 0")
     return math.inf if math.isnan(value) else value  # nan is not known to be small
 
 

@@ -7,10 +7,20 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autobatch._bounds import LISTED, SHORTEST, Bytes, Count, Flag, Ratio, Samples, Seconds, Text
-from autobatch._formatting import describe_fields, is_one_line, plural
+from autobatch._formatting import describe_fields, is_one_line, plural, show_value
 
 _MODULES_SHOWN = 3
 _LONGEST_REASON = 200  # of each half of a reason: a field's name may come from the file, and be as long as that
+
+# What pydantic says otherwise, by the type of its error.
+_WORDS = {
+    "missing": "is missing",
+    "extra_forbidden": "is not known",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "json_invalid": "is not JSON",
+}
+_OF_NO_VALUE = ("extra_forbidden", "json_invalid")
 
 Outcome = Literal["fits", "oom", "thrash"]
 
@@ -39,11 +49,20 @@ class Record(BaseModel):
         return describe_fields(type(self).__name__, shown)
 
 
-def spell_invalid(error: ValidationError) -> str:
-    """Return the first fault of a record in one short line: ``"target_batch: Input should be ..."``."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field = ".".join(map(str, first["loc"])) or "the file"
-    return f"{_shorten(field)}: {_shorten(first['msg'].removeprefix('Value error, '))}"
+def spell_invalid(error: ValidationError, field: str = "") -> str:
+    """Return the first fault of a record in one short line: ``"target_batch=-3 must be at least 1"``.
+
+    ``field`` names a value that is in no record.
+    """
+    first = error.errors(include_url=False)[0]
+    kind, value, message = first["type"], first["input"], first["msg"]
+    field = _shorten(field or ".".join(map(str, first["loc"])) or "the file")
+    if kind in _WORDS:
+        message = _WORDS[kind].format(**first.get("ctx", {}))
+    if kind == "value_error":
+        return f"{field}: {_shorten(message.removeprefix('Value error, '))}"
+    shown = f"={show_value(value)}" if isinstance(value, str | int | float) and kind not in _OF_NO_VALUE else ""
+    return f"{field}{shown} {_shorten(message.partition(', unable')[0].replace('Input should be', 'must be'))}"
 
 
 def _shorten(text: str) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
+from autobatch._arguments import is_function_of
 from autobatch._formatting import name_type, show_value
 from autobatch.batch.cut import Group, Lengths
 from autobatch.batch.samples import Layout, MicroBatch, Trim, describe
@@ -43,19 +44,23 @@ class ByLength:
 
 def read_by_length(cut: Any) -> ByLength | None:
     """Return what was given as ``cut=`` if it is by length; ``None`` for a function of the user's, or none."""
-    if cut is None or (callable(cut) and not isinstance(cut, ByLength)):
-        return None
-    if not isinstance(cut, ByLength):
+    if isinstance(cut, ByLength):
+        if not is_function_of(cut.length_of, 1):
+            _refuse_length_of(cut.length_of)
+        return cut
+    if cut is not None and (cut is by_length or not is_function_of(cut, 2)):
         raise InvalidArgument(
-            f"cut= is {name_type(cut)}, which cannot be called: pass autobatch.by_length(length_of), or "
-            f"cut(batch, largest) -> lists of sample indices"
+            f"cut= is {show_value(cut)}, which cannot be called with a batch and a size: pass "
+            f"autobatch.by_length(length_of), or cut(batch, largest) -> lists of sample indices"
         )
-    if not callable(cut.length_of):
-        raise InvalidArgument(
-            f"by_length({show_value(cut.length_of)}): length_of cannot be called; pass length_of(batch) -> one length "
-            f"a sample"
-        )
-    return cut
+    return None
+
+
+def _refuse_length_of(length_of: Any) -> NoReturn:
+    raise InvalidArgument(
+        f"by_length({show_value(length_of)}): length_of cannot be called with a batch; pass length_of(batch) -> one "
+        f"length a sample"
+    )
 
 
 def by_length(
@@ -81,6 +86,9 @@ def by_length(
     Raises:
         InvalidArgument: An argument is of a wrong type.
     """
+    is_list = hasattr(length_of, "__len__") and not isinstance(length_of, str | bytes | Mapping)
+    if not (is_list or is_function_of(length_of, 1)):
+        _refuse_length_of(length_of)
     if padding not in (None, "right", "left"):
         raise InvalidArgument(f"padding={show_value(padding)}: pass 'right', 'left' or None")
     if not isinstance(dims, Mapping | None):

@@ -6,15 +6,16 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
 from autobatch._formatting import format_bytes, plural, show_value
 from autobatch.cli.output import DONE, NO, Answer, Table, check_folder, refusals_of, text_width
-from autobatch.errors import AutobatchError, InvalidArgument
+from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run
 from autobatch.ledger.ledger import find_home, is_enabled
 from autobatch.ledger.store import PlanHead, Store, read_plans, runs_id
@@ -121,19 +122,20 @@ def open_store() -> Iterator[Store]:
     """Yield the ledger's files.
 
     Raises:
-        InvalidArgument: The ledger is turned off.
-        AutobatchError: The folder cannot be used.
+        InvalidArgument: The ledger is turned off, or its folder cannot be used.
     """
     if not is_enabled():
         raise InvalidArgument("plans are not stored: AUTOBATCH_LEDGER turns the ledger off; unset it")
     try:
         home = find_home()
     except OSError as error:
-        raise AutobatchError(str(error)) from error
+        raise InvalidArgument(str(error)) from error
     try:
+        with suppress(FileNotFoundError):  # nothing is stored yet
+            os.scandir(home).close()
         yield Store(home)
     except OSError as error:
-        raise AutobatchError(
+        raise InvalidArgument(
             f"the ledger in {home} cannot be used ({type(error).__name__}: {error}); AUTOBATCH_HOME moves it"
         ) from error
 
@@ -147,7 +149,7 @@ def find_fault() -> tuple[str, str]:
         home = str(find_home())
         with open_store() as store:
             store.check_writable()
-    except (OSError, AutobatchError) as error:
+    except (OSError, InvalidArgument) as error:
         return home or "no folder", str(error)
     return home, ""
 
@@ -167,7 +169,7 @@ def _find_plan(name: str) -> tuple[Plan, list[Run]]:
         try:
             with open_store() as store:
                 return plan, store.runs_of(runs_id(plan))[::-1]
-        except AutobatchError:  # the plan itself could be read, and that was asked for
+        except InvalidArgument:  # the plan itself could be read, and that was asked for
             return plan, []
     if is_folder or name.endswith(".json"):
         fault = f"{name} is a folder" if is_folder else f"no file {name}"

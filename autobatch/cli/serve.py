@@ -223,7 +223,7 @@ def _find_database(database: str | None) -> str:
         home = find_home()
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise AutobatchError(f"AUTOBATCH_HOME cannot be used: {error}") from None
+        raise InvalidArgument(f"AUTOBATCH_HOME cannot be used: {error}") from None
     return f"sqlite:///{home / 'service.db'}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch._arguments import is_instance_with, takes_none
+from autobatch._arguments import is_function_of, is_instance_with, takes_none
 from autobatch._formatting import name_type, show_value
 from autobatch._wrappers import members_of, state_of
 from autobatch.batch.tree import call_read_only, map_tensors, tensors_of
@@ -21,6 +21,7 @@ from autobatch.step.losses import Term, read_terms, read_weights
 from autobatch.step.losses import Weigh as Weigh  # noqa: PLC0414 - callers take both types from here
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.reachable import find_outside
+from autobatch.step.totals import refuse_totals
 from autobatch.torch_internals.storages import bytes_of, is_uninitialized
 
 Step = Callable[[nn.Module, Any], Any]
@@ -49,7 +50,7 @@ class Workload:
         if self.step is default_step:
             vars(self)["named"] = "your model"
         check_model(self.model)
-        if not callable(self.step):
+        if isinstance(self.step, type) or not callable(self.step):
             raise InvalidArgument(f"step={_show(self.step)} cannot be called; pass step(model, micro_batch) -> loss")
         check_weigh(self.weigh)
         if self.optimizer is not None:
@@ -152,7 +153,9 @@ class Workload:
 def read_output(returned: Any) -> tuple[tuple[Term, ...], Any]:
     """Read the losses of a step and the values beside them; raise InvalidArgument if they have no gradient."""
     loss, aux = split_output(returned)
-    return read_terms(loss), aux
+    terms = read_terms(loss)
+    refuse_totals(loss)
+    return terms, aux
 
 
 def split_output(returned: Any) -> tuple[Any, Any]:
@@ -207,8 +210,8 @@ def check_model(model: Any) -> None:
 
 
 def check_weigh(weigh: Any | None) -> None:
-    if weigh is not None and not callable(weigh):
-        raise InvalidArgument(f"weigh={_show(weigh)} cannot be called; pass weigh(micro_batch) -> number")
+    if weigh is not None and not is_function_of(weigh, 1):
+        raise InvalidArgument(f"weigh={_show(weigh)} cannot be called with a batch; pass weigh(micro_batch) -> number")
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:

@@ -31,6 +31,7 @@ from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom, try_twice
 from autobatch.step.loop_guard import find_hooks
 from autobatch.step.model_info import is_compiled
+from autobatch.step.totals import refuse_totals
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.batches import cut_weighed, find_least_size, refuse_larger_micro_batches
@@ -221,9 +222,9 @@ class Accumulation:
         if gradients is not None:
             gradients.refuse_change()
         part = progress.loss.divide(micro_batch, losses)
-        if self._stated.is_due:
-            progress.stated += read_stated(micro_batch, losses)
+        progress.stated += read_stated(micro_batch, losses) if self._stated.is_due else ()
         if part is not None and not self.leaves_are_known:
+            refuse_totals(losses)
             self.workload.check_leaves(part, self.stand_ins())
             self.leaves_are_known = True  # going through the graph takes as long as a forward pass
         progress.phase, progress.running = "backward", "the backward pass of your loss"

@@ -230,6 +230,11 @@ def check_names(terms: Sequence[Term], weights: Mapping[str, float]) -> None:
     named = {term.name for term in terms if term.has_count}
     missing = [name for name, weight in weights.items() if weight > 0 and name not in named]
     unknown = named - weights.keys()
+    if named == {""}:
+        raise InvalidArgument(
+            f"weigh() gives counts for the terms {sorted(weights)}, and the step returned one loss without a name: let "
+            f"weigh() return one number, or the step a dict of losses with these names"
+        )
     if missing or unknown:
         raise InvalidArgument(
             f"weigh() gives counts for the terms {sorted(weights)}, and the step returned {sorted(named)}: the "

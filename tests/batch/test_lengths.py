@@ -201,8 +201,7 @@ def test_what_the_example_leaves_open_is_refused(name):
 @pytest.mark.parametrize(
     ("lengths", "match"),
     [
-        (by_length([1, 2]), r"by_length\(\[1, 2\]\): length_of cannot be called; pass length_of\(batch\)"),
-        (by_length(None), r"by_length\(None\): length_of cannot be called"),
+        (by_length([1, 2]), r"by_length\(\[1, 2\]\): length_of cannot be called with a batch; pass length_of\(batch\)"),
         (
             by_length(length_of, dims={'batch["tokens"]': 1.5}),
             r"dims\['batch\[\"tokens\"\]'\]=1.5, and .* has dimensions 1 to 1",
@@ -219,6 +218,14 @@ def test_what_is_no_lengths_argument_is_refused(lengths, match):
     """Before anything is run."""
     with pytest.raises(InvalidArgument, match=match):
         padding_of(make_texts(), lengths)
+
+
+@pytest.mark.parametrize("given", [None, 3, 0.5, "batch", {"a": 1}, object, int, lambda: 1, lambda batch, size: batch])
+def test_what_cannot_give_lengths_is_refused_at_once(given):
+    """Not when the first batch comes."""
+    with pytest.raises(InvalidArgument, match=r"by_length\(") as refused:
+        by_length(given)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

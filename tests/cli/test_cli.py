@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -280,7 +281,7 @@ WRONG = {
     "no target": (("fit", "train_it:make"), "say --target: 'train_it:make' returned no 'target_batch'"),
     "a target of 0": (
         ("fit", "train_it:make", "--target", "0"),
-        "'--target'",
+        "--target='0' must be at least 1",
     ),
     "no batch": (("fit", "train_it:without_batch", "--target", "8"), "Conv2d"),
     "nothing to verify": (("verify", "train_it:without_batch"), "returned no 'batch'"),
@@ -294,7 +295,7 @@ WRONG = {
     "no such file": (("show", "nothing.json"), "no file nothing.json"),
     "nothing to forget": (("forget",), "forget takes ids, --older-than DAYS or --all: one of them"),
     "two ways to forget": (("forget", "--all", "--older-than", "3"), "one of them"),
-    "no plans at all": (("plans", "--limit", "0"), "'--limit'"),
+    "no plans at all": (("plans", "--limit", "0"), "--limit='0' must be at least 1"),
 }
 
 
@@ -307,6 +308,61 @@ def test_misuse_ends_with_two_and_says_what_to_do(ask, name):
     assert (code, text) == (2, "")
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+OTHERS_WORDS = re.compile("Input should|Value error|Field required|Extra inputs|unable to parse|Invalid")
+
+BAD_VALUES = [
+    *((*command, value) for value in ("x", "", "0", "-5", "1.5", "1e3", "nan") for command in (
+        ("plans", "--limit"),
+        ("fit", "train_it:make", "--target"),
+        ("fit", "train_it:make", "--target", "8", "--max-micro-batch"),
+        ("predict", "train_it:make", "--gpu", "L4", "--world-size"),
+    )),
+    *(("fit", "train_it:make", "--target", "8", "--budget", value) for value in ("x", "", "0", "-5", "5%", "nan")),
+    *(("fit", "train_it:make", "--target", "8", "--headroom", value) for value in ("x", "", "-5", "1.5", "5%", "nan")),
+    *(("predict", "train_it:make", "--gpu", "L4", "--margin", value) for value in ("x", "", "-5", "1.5", "5%", "nan")),
+    *(("gate", "train_it:make", "--gpu", "L4", "--limit", value) for value in ("x", "", "0", "-5", "5%", "nan")),
+    *(("forget", "--older-than", value) for value in ("x", "", "0", "-5", "nan", "inf")),
+    *(("predict", "train_it:make", "--gpu", value) for value in ("x", "", "0GiB", "24")),
+    ("fit", "train_it:make", "--objective", "speed"),
+    ("predict", "train_it:make", "--data-parallel", "zero"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", BAD_VALUES, ids=" ".join)
+def test_a_bad_value_is_named_in_our_own_words(ask, command):
+    """In one line with the option and the value; not in those of the library that reads it."""
+    code, text, error = ask(*command)
+    assert (code, text, error.count("\n")) == (2, "", 1)
+    assert command[-2].lstrip("-").replace("-", "_") in error.replace("-", "_").replace("target_batch", "target")
+    assert command[-1].removesuffix(".0") in error
+    assert not OTHERS_WORDS.search(error), error
+
+
+BAD_FILES = {
+    "no JSON": lambda text: "{bad",
+    "nothing": lambda text: "",
+    "half a plan": lambda text: text[:200],
+    "something else": lambda text: '{"a": 1}',
+    "a list": lambda text: "[]",
+    "a negative number": lambda text: text.replace('"target_batch":32', '"target_batch":-3'),
+    "a text for a number": lambda text: text.replace('"target_batch":32', '"target_batch":"32"'),
+    "a field more": lambda text: text.replace('{"target_batch"', '{"more":1,"target_batch"'),
+    "a text for a list": lambda text: text.replace('"micro_batch_sizes":[', '"micro_batch_sizes":"x","old":['),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_damaged_plan_file_is_refused_in_our_own_words(here, ask, name):
+    """In one line, which names the file."""
+    content = BAD_FILES[name](make_plan("a1").model_dump_json())
+    (here / "plan.json").write_text(content)
+    code, text, error = ask("show", "plan.json")
+    assert (code, text, error.count("\n")) == (2, "", 1)
+    assert "plan.json is not a plan that this version reads" in error
+    assert not OTHERS_WORDS.search(error), error
 
 
 @pytest.mark.usefixtures("here")
@@ -335,11 +391,28 @@ def test_a_ledger_that_is_off_or_broken_is_reported(ask, monkeypatch):
     assert ask("show", "plan.json")[0] == 0
     monkeypatch.setenv("AUTOBATCH_LEDGER", "on")
     monkeypatch.setenv("AUTOBATCH_HOME", "plan.json")
-    code, _, error = ask("plans")
-    assert code == 1
-    assert "cannot be used" in error
     assert ask("show", "plan.json")[0] == 0
     assert "plans cannot be stored" in ask("doctor")[1]
+
+
+HOMES = {
+    "a file": lambda folder: (folder / "x.txt").write_text(""),
+    "a folder in a file": lambda folder: (folder / "x.txt").write_text(""),
+    "a link to itself": lambda folder: (folder / "x.txt").symlink_to("x.txt"),
+}
+
+
+@pytest.mark.parametrize("command", ["plans", "show a1", "diff a1 b2", "report a1", "forget --all", "push", "serve"])
+@pytest.mark.parametrize("name", HOMES)
+def test_a_home_that_cannot_be_used_is_refused_in_one_line(here, ask, monkeypatch, name, command):
+    """As any misuse: 1 would be an answer, such as "the plans differ"."""
+    HOMES[name](here)
+    monkeypatch.setenv("AUTOBATCH_HOME", "x.txt/inside" if "in a" in name else "x.txt")
+    monkeypatch.setenv("AUTOBATCH_SERVER", "http://127.0.0.1:9")
+    code, text, error = ask(*command.split())
+    assert (code, text, error.count("\n")) == (2, "", 1)
+    assert "x.txt" in error
+    assert "AUTOBATCH_HOME" in error
 
 
 @pytest.mark.usefixtures("here")
@@ -384,7 +457,7 @@ def test_a_plan_of_another_version_is_reported_and_left_out(here, ask, monkeypat
     path.write_text(path.read_text().replace('"target_batch": 64', '"target_batch": "many"'))
     code, text, error = ask("plans", "--json")
     assert (code, json.loads(text)) == (0, [])
-    assert "is not one that this version reads (target_batch: Input should be" in error
+    assert "is not one that this version reads (target_batch='many' must be" in error
 
 
 @pytest.mark.usefixtures("here")

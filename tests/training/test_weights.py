@@ -12,7 +12,7 @@ from workloads import Plain, bits_of, differences, full_batch_gradient, gradient
 
 import autobatch
 from autobatch.batch.samples import describe
-from autobatch.errors import DoesNotFit
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.losses import Mean, PerStep, Sum
 from autobatch.step.workload import Workload
@@ -302,7 +302,7 @@ def test_memory_that_ends_while_counting(error, times, divided_anew):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weigh", [None, lambda b: len(b[0])], ids=["samples", "weighed"])
 @pytest.mark.parametrize(
-    "wrap", [lambda loss, n: loss, lambda loss, n: {"a": loss, "b": PerStep(loss * 0)}], ids=["one", "two"]
+    "wrap", [lambda loss, n: loss, lambda loss, n: {"a": loss, "b": PerStep(0 * loss.exp())}], ids=["one", "two"]
 )
 def test_a_narrow_loss_is_weighed_without_rounding(dtype, weigh, wrap):
     """bfloat16 has no third: neither the loss nor each gradient is off by what it is rounded to."""
@@ -377,3 +377,12 @@ def test_a_step_of_few_tokens_keeps_its_gradients_in_float16(weighed, before):
     outputs = torch.matmul(few[0].half().double(), rounded.t()).squeeze(-1)
     (2**-8 * (outputs.square() * few[1]).sum() / few[1].sum()).backward()
     assert float((model.weight.grad - rounded.grad).norm() / rounded.grad.norm()) < 3e-3
+
+
+def test_counts_by_term_for_a_loss_without_a_name_are_refused_in_words():
+    """It has no name that a message could show."""
+    model = nn.Linear(4, 1)
+    workload = Workload(model, lambda model, rows: model(rows).mean(), lambda rows: {"tokens": len(rows)})
+    with pytest.raises(InvalidArgument, match="tokens") as refused:
+        retrying(workload, CpuDevice(), halve).run([describe(torch.zeros(4, 4))], 2)
+    assert "''" not in str(refused.value)
