@@ -15,13 +15,11 @@ from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.fitting.make_plan import ExampleBatch, Found, Request
 from autobatch.fitting.probe import Probe
-from autobatch.planning.curve import fit_curve, growing_reserved
 from autobatch.planning.division import balance, least_size, useful_sizes
 from autobatch.planning.next_trial import Question, choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.reuse import choose_remembered, why_not_confirmed
-from autobatch.planning.sizes_by_length import choose_size as choose_size_at
-from autobatch.planning.sizes_by_length import halve_lengths, keep_useful
+from autobatch.planning.sizes_by_length import halve_lengths
 from autobatch.records import IN_EACH, SizeAtLength, Summing, Trial
 from autobatch.report.advice import explain_refusal
 from autobatch.step.default_step import default_step, explain_default
@@ -283,39 +281,21 @@ def _find_candidates(request: Request, smallest: int) -> tuple[int, ...]:
 def _search_lengths(
     request: Request, trials: _Trials, samples: SamplesByLength, size: int, smallest: int
 ) -> tuple[SizeAtLength, ...]:
-    """Find how many samples run together at shorter lengths, by one trial at each; the shortest length comes first.
-
-    The shortest length is tried first, with as many samples as surely fit. Its trial and those at the longest length
-    show what a sample takes at lengths between them.
-    """
+    """Try as many samples of each shorter length as the longest have positions together; the shortest comes first."""
     if smallest > 1:
         raise InvalidArgument(
             f"by_length() divides a batch into parts of any size, and {explain_smallest(request.workload.model)}: plan "
             f"without it"
         )
-    bound, limit = request.wanted.max_micro_batch, request.allowance.limit_bytes
+    bound = request.wanted.max_micro_batch
     peak_bytes = max(trial.peak_reserved for trial in trials.done if trial.micro_batch_size == size)
-    longest = SizeAtLength(length=samples.longest, micro_batch_size=size, peak_bytes=peak_bytes)
-    if request.wanted.objective == "memory":
-        limit = peak_bytes
-    found, measured, resident = {longest.length: longest}, dict[int, float](), 0
-    if request.memory.measures:
-        (few, low), (many, high) = fit_curve(trials.done).reserved[-2:]
-        measured[longest.length] = (high - low) / (many - few)
-        resident = high - round(many * measured[longest.length])
-    edges = halve_lengths(longest.length, size, bound)
-    for length in [*edges[:0:-1][:1], *edges[1:-1]]:
-        least = max(kept.micro_batch_size for edge, kept in found.items() if edge >= length)
-        tried = size << edges.index(length)
-        if length != edges[-1] and measured:
-            tried = choose_size_at(measured, resident, limit, length)
-        if min(tried, bound) <= least:
+    found = [SizeAtLength(length=samples.longest, micro_batch_size=size, peak_bytes=peak_bytes)]
+    for length in halve_lengths(samples.longest, size, bound)[1:]:
+        tried = min(size * samples.longest // length, bound)
+        if tried <= found[-1].micro_batch_size:
             continue
-        trial = trials.run_shorter(samples, length, min(tried, bound))
+        trial = trials.run_shorter(samples, length, tried)
         at = trial.length or length
-        if trial.outcome != "fits" or at in found:
-            continue
-        found[at] = SizeAtLength(length=at, micro_batch_size=trial.micro_batch_size, peak_bytes=trial.peak_reserved)
-        if length == edges[-1] and measured:
-            measured[at] = max(growing_reserved(trial) - resident, 0) / trial.micro_batch_size
-    return keep_useful([*found.values()])
+        if trial.outcome == "fits" and at < found[-1].length:
+            found.append(SizeAtLength(length=at, micro_batch_size=tried, peak_bytes=trial.peak_reserved))
+    return tuple(reversed(found))

@@ -10,7 +10,7 @@ shortest edge.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
@@ -18,10 +18,6 @@ from autobatch.records import SizeAtLength
 
 _MOST_HALVINGS = 6
 """1/64 of the longest: what is shorter runs as many together as there, and takes little time."""
-
-_SPARE = 64
-"""1/64 of the limit is left free by an estimate: what a sample takes between two lengths is a parabola to 0.3 %, and a
-trial that fails would be lost."""
 
 _STEPS = 16
 """After a shortage all edges go down by sixteenths; below one sixteenth they are halved."""
@@ -37,35 +33,6 @@ def halve_lengths(longest: int, size: int, bound: int) -> tuple[int, ...]:
     while size << (len(edges) - 1) < bound and len(edges) <= _MOST_HALVINGS and edges[-1] > 1:
         edges.append(-(-edges[-1] // 2))
     return tuple(edges)
-
-
-def choose_size(measured: Mapping[int, float], resident: int, limit_bytes: int, length: int) -> int:
-    """Return how many samples of a length should fit, by the bytes that each sample takes at one length or two.
-
-    ``resident`` bytes do not depend on how many samples there are.
-    """
-    each = max(_bytes_at(measured, length), 1.0)
-    return max(int((limit_bytes - limit_bytes // _SPARE - resident) / each), 0)
-
-
-def _bytes_at(measured: Mapping[int, float], length: int) -> float:
-    """``a L + b L^2`` through the shortest and the longest length, or a line where that would bend down."""
-    short, long = min(measured), max(measured)
-    if short == long:
-        return measured[long] * length / long
-    bend = (measured[long] / long - measured[short] / short) / (long - short)
-    if bend < 0:  # a part that does not depend on the length
-        share = (length - short) / (long - short)
-        return measured[short] + share * (measured[long] - measured[short])
-    return (measured[short] / short + bend * (length - short)) * length
-
-
-def keep_useful(sizes: Sequence[SizeAtLength]) -> tuple[SizeAtLength, ...]:
-    kept: list[SizeAtLength] = []
-    for size in sorted(sizes, key=lambda size: -size.length):
-        if not kept or size.micro_batch_size > kept[-1].micro_batch_size:
-            kept.append(size)
-    return tuple(reversed(kept))
 
 
 def edge_above(sizes: Sequence[SizeAtLength], length: int) -> SizeAtLength:

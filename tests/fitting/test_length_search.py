@@ -101,14 +101,6 @@ def test_a_loader_gives_samples_of_all_lengths(collate, options):
     assert autobatch.verify(Wide(), make_loader(collate), step, weigh, cut=lengths).exact
 
 
-def test_memory_is_used_at_the_lengths_between():
-    """What is tried there follows from the longest and the shortest: most of the limit is used."""
-    plan = plan_for()
-    inner = [size for size in plan.lengths[:-1] if size.micro_batch_size < len(TEXTS)]
-    assert inner
-    assert all(size.peak_bytes > 0.75 * plan.limit_bytes for size in inner)
-
-
 def test_any_number_of_the_longest_may_be_planned():
     """The sizes of a balanced division are for samples that are all alike."""
     room = FakeDevice(lambda n: 100 + 10 * n, total_bytes=400)

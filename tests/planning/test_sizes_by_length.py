@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.sizes_by_length import (
-    choose_size,
     divide_by_length,
     edge_above,
     halve_lengths,
@@ -110,20 +109,3 @@ def test_a_longer_sample_than_any_that_was_tried_is_refused():
 def test_lengths_are_halved_until_the_whole_fits(longest, size, bound, expected):
     """Half as long, at least twice as many fit."""
     assert halve_lengths(longest, size, bound) == expected
-
-
-@given(
-    st.integers(0, 10**6), st.integers(0, 10**4), st.integers(2, 64), st.integers(8, 2048), st.integers(10**7, 10**10)
-)
-def test_an_estimate_between_two_lengths_fits(linear, square, part, longest, limit):
-    """Where a sample takes a L + b L^2, what is chosen stays within the limit, and leaves little of it."""
-
-    def each(length):
-        return max(linear * length + square * length * length, 1)
-
-    shortest = max(longest // part, 1)
-    resident = 10**6
-    for length in {max(longest // 2, shortest), max(longest // 3, shortest), shortest}:
-        size = choose_size({longest: each(longest), shortest: each(shortest)}, resident, limit, length)
-        assert resident + size * each(length) <= limit * (1 + 1e-9) + 1
-        assert resident + (size + 1) * each(length) >= 0.96 * limit
