@@ -20,14 +20,14 @@ import torch
 
 from autobatch._arguments import parse_bytes
 from autobatch._formatting import show_value
-from autobatch.cli.output import DONE, NO, Answer, check_folder, refusals_of, save_plan
+from autobatch.cli.output import DONE, NO, Answer, Table, check_folder, refusals_of, save_plan
 from autobatch.cli.team import describe_judgement, find_server, judge, share_predictions
 from autobatch.errors import InvalidArgument
 from autobatch.exactness.verification import verify
 from autobatch.fitting.fit import fit
 from autobatch.prediction.predict import predict
 from autobatch.prediction.prediction import Prediction
-from autobatch.prediction.text import explain_changes
+from autobatch.prediction.text import CARD_HEADINGS, card_rows, explain_changes, explain_table
 
 _KNOWN = inspect.signature(fit).parameters
 """Keys that a user's function may return."""
@@ -72,13 +72,16 @@ def predict_model(
             raise InvalidArgument(f"nothing to save in {save}: not even one sample fits {predictions[0].gpu.name}")
         save_plan(plans[0], save)
     shared = [share_predictions(predictions)] if share else []
+    body: list[str | Table]
     if explain:
-        text = "\n\n".join(prediction.explain() for prediction in predictions)
+        body = ["\n\n".join(prediction.explain() for prediction in predictions)]
     elif all_cards:
-        text = _with_changes(predictions[0].explain_cards(), predictions[0])
+        header, *notes = explain_table(predictions[0])
+        table = Table(card_rows(predictions[0]), CARD_HEADINGS, right=range(1, len(CARD_HEADINGS)))
+        body = [header, table, *notes, *filter(None, [explain_changes(predictions[0])])]
     else:
-        text = "\n".join(map(_summarise, predictions))
-    return Answer([text, *shared], predictions, DONE if plans else NO)
+        body = ["\n".join(map(_summarise, predictions))]
+    return Answer([*body, *shared], predictions, DONE if plans else NO)
 
 
 def ask_gate(source: str, options: Mapping[str, Any], limit: str | None) -> Answer:
@@ -109,13 +112,9 @@ def _without_doubles() -> dict[str, bool]:
 
 
 def _summarise(prediction: Prediction) -> str:
-    return _with_changes("\n".join([str(prediction), *(f"! {warning}" for warning in prediction.warnings)]), prediction)
-
-
-def _with_changes(text: str, prediction: Prediction) -> str:
-    """Return the answer with the changes that would help, if ``--what-if`` was given."""
-    changes = explain_changes(prediction)
-    return f"{text}\n{changes}" if changes else text
+    """Return the answer, its warnings, and the changes that would help if ``--what-if`` was given."""
+    lines = [str(prediction), *(f"! {warning}" for warning in prediction.warnings), explain_changes(prediction)]
+    return "\n".join(filter(None, lines))
 
 
 def _load(source: str, command: Callable[..., Any]) -> dict[str, Any]:

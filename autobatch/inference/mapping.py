@@ -76,6 +76,10 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     A piece that runs out of memory is run again in smaller ones. ``fn`` runs without gradients, and modules that it
     reaches are in eval mode meanwhile. Both are restored between pieces.
 
+    Errors of ``fn`` come out as they were raised. Each error has three more attributes. ``sample_index`` is the sample
+    that raised it, or ``None``. ``done`` has the indices of finished samples that were not handed over, and ``results``
+    has their results. Ctrl-C has none of these.
+
     Args:
         fn: ``fn(piece) -> result`` with one entry a sample: a tensor or array with as many rows, a list as long,
             ``None``, or several of these in a tuple, dict or dataclass. A module is called as ``fit`` does without a
@@ -105,10 +109,6 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
         DoesNotFit: One sample alone runs out of memory, or the results do not fit.
         InvalidArgument: An argument cannot be used, the batch cannot be counted, or ``fn`` did not return one entry a
             sample.
-
-        Errors of ``fn`` come out as they were raised. Each error has three more attributes. ``sample_index`` is the
-        sample that raised it, or ``None``. ``done`` has the indices of finished samples that were not handed over, and
-        ``results`` has their results. Ctrl-C has none of these.
     """
     check_switch("progress", progress)
     _check_functions(fn, batch, collate, on_result)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _NOMINAL = "* its memory is a nominal figure"
 _COLORS = ("blue", "violet", "orange", "green", "pink", "teal", "amber", "sky", "brown", "lime", "soft")
 """Colors of the parts of the peak, the largest first; the last one is that of all smaller parts together."""
+CARD_HEADINGS = ("card", "memory", "micro-batch", "steps", "peak")
 _WIDTH = 98  # and two of indentation
 FAMILIES_REASON = "in 3 of 22 families of networks a quarter to a third of the peaks were more than 10 % above"
 """``make accuracy``, in benchmarks/RESULTS.md."""
@@ -53,11 +54,22 @@ def explain_prediction(prediction: Prediction) -> str:
 
 def explain_cards(prediction: Prediction) -> str:
     """Write every judged card, a line each."""
+    header, *notes = explain_table(prediction)
+    return "\n".join([header, *_card_table(prediction, mark=""), *notes])
+
+
+def explain_table(prediction: Prediction) -> list[str]:
+    """Return the line above the table of cards, and the lines below it."""
     ranks = prediction.world_size
     on_ranks = "" if ranks == 1 else f" on the first of {ranks} ranks, {prediction.target_batch} in all"
     header = f"{plural(prediction.share, 'sample')} a step{on_ranks}"
     doubts = _wrapped((*_interpolation_lines(prediction), *(f"! {warning}" for warning in prediction.warnings)))
-    return "\n".join([header, *_card_lines(prediction, mark=""), *doubts])
+    return [header, *_card_notes(prediction), *doubts]
+
+
+def card_rows(prediction: Prediction) -> list[list[str]]:
+    """Return the cells of every judged card, the one with the least memory first."""
+    return [[*map(format_cell, _card_cells(card))] for card in _by_memory(prediction)]
 
 
 def explain_changes(prediction: Prediction) -> str:
@@ -186,12 +198,18 @@ def _few_card_lines(prediction: Prediction) -> Iterator[str]:
             yield from (line.replace("\0", " ") for line in lines)
 
 
-def _card_lines(prediction: Prediction, mark: str = "   <- this one") -> Iterator[str]:
-    yield f"{'card':<32}{'memory':>11}{'micro-batch':>13}{'steps':>9}{'peak':>12}"
-    for card in _by_memory(prediction):
-        name, total, size, steps, peak = map(format_cell, _card_cells(card))
+def _card_lines(prediction: Prediction) -> Iterator[str]:
+    yield from _card_table(prediction, mark="   <- this one")
+    yield from _card_notes(prediction)
+
+
+def _card_table(prediction: Prediction, mark: str) -> Iterator[str]:
+    for name, total, size, steps, peak in (CARD_HEADINGS, *card_rows(prediction)):
         line = f"{name:<32}{total:>11}{size:>13}{steps:>9}{peak:>12}"
-        yield line + (mark if card.gpu == prediction.gpu.name else "")
+        yield line + (mark if name == prediction.gpu.name else "")
+
+
+def _card_notes(prediction: Prediction) -> Iterator[str]:
     if not all(card.measured for card in prediction.cards):
         yield _NOMINAL
     if len({card.micro_batch_size for card in prediction.cards}) > 1:

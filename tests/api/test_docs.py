@@ -306,3 +306,16 @@ def test_the_pictures_show_the_numbers_of_their_page() -> None:
     assert len(peaks) >= 4
     assert len(sizes) >= 2  # before the shortage and after it
     assert all(number in printed for number in (*peaks, *sizes))
+
+
+def test_sections_of_docstrings_have_entries_alone():
+    """The API page shows a sentence among them as an entry without a name."""
+    found = []
+    for file in sorted((ROOT / "autobatch").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            is_documented = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+            text = (ast.get_docstring(node) if is_documented else None) or ""
+            for section in re.findall(r"^(?:Args|Raises|Attributes):\n((?: .*\n?|\n)*)", text, flags=re.MULTILINE):
+                entries = re.findall(r"^ {4}\S.*", section, flags=re.MULTILINE)
+                found += [f"{file.name}: {one}" for one in entries if not re.match(r" {4}[\w*., ]+: ", one)]
+    assert not found

@@ -259,6 +259,19 @@ def test_what_would_help_is_printed_where_it_was_asked_for(ask, options):
 
 
 @pytest.mark.predicts
+@pytest.mark.usefixtures("here", "predicted")
+def test_the_table_of_all_cards_fits_a_narrow_terminal(ask, monkeypatch):
+    """No row is broken; each part of the table names the cards again."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(output, "_WIDE", 40)
+    text = ask("predict", "train_it:make", "--target", "64", "--all")[1]
+    rows = [line for line in text.splitlines() if line.startswith(("L4", "T4", "card"))]
+    assert max(map(len, rows)) <= 40
+    assert sum("card" in line for line in rows) > 1
+    assert "micro-batch" in text
+
+
+@pytest.mark.predicts
 @pytest.mark.usefixtures("here")
 def test_which_of_several_cards_was_meant_is_printed(ask):
     """With the prediction for the commonest."""
