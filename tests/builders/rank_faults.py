@@ -71,9 +71,10 @@ class RankJudge(Judge):
     _summing = IN_EACH
 
     def plan(self) -> None:
-        """Note this rank's micro-batches in an undisturbed step."""
+        """Run the undisturbed step, before an error is owed to the next call."""
         training = self.training(self.case, **self.options)
         self._planned = training.runner.step(training.batch).micro_batch_sizes
+        self._commit(self._planned)
 
     def _judge(self, training: Training, before: dict[str, Any], ending: str, result: Any) -> str:
         passes = getattr(training.runner._ranks, "passes", None)

@@ -32,9 +32,15 @@ def make(*, scaled=False, scheduled=False, max_grad_norm=0.5):
     return model, optimizer, Update([optimizer], plan, scaler, max_grad_norm, schedulers)
 
 
+def prepare(update):
+    """What comes before the update."""
+    update.make_state()
+    update.prepare()
+
+
 def run(update):
     """All of it."""
-    update.prepare()
+    prepare(update)
     update.apply(0)
 
 
@@ -53,7 +59,7 @@ def test_all_is_prepared_before_anything_moves(scaled):
     model, optimizer, update = make(scaled=scaled, scheduled=True)
     before, steps = model.weight.detach().clone(), []
     optimizer.register_step_pre_hook(lambda *_: steps.append(1))
-    update.prepare()
+    prepare(update)
     assert torch.equal(model.weight, before)
     assert float(nn.utils.get_total_norm([p.grad for p in model.parameters()])) == pytest.approx(0.5, rel=1e-5)
     assert len(optimizer.state) == 2
@@ -69,7 +75,7 @@ def test_what_was_prepared_can_be_cancelled(scaled):
     """No state, nothing unscaled, nothing moved; a second try goes through."""
     model, optimizer, update = make(scaled=scaled)
     before = bits_of(model, optimizer)
-    update.prepare()
+    prepare(update)
     update.cancel()
     for parameter, name in ((model.weight, "weight"), (model.bias, "bias")):
         before[f"gradient {name}"] = parameter.grad.clone()  # .grad is the caller's to put back
@@ -82,12 +88,12 @@ def test_memory_that_runs_out_before_the_step_is_the_callers_to_judge(scaled):
     """At any operation up to there: the error itself, and no half-made state."""
     _, _, update = make(scaled=scaled)
     with oom_at(10**9) as counted:
-        update.prepare()
+        prepare(update)
     assert counted.operations >= 8
     for position in range(1, counted.operations + 1):
         _, optimizer, update = make(scaled=scaled)
         with oom_at(position), pytest.raises(torch.OutOfMemoryError, match="planned"):
-            update.prepare()
+            prepare(update)
         update.cancel()
         assert not optimizer.state
         run(update)
