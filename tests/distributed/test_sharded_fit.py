@@ -120,8 +120,8 @@ def fit_with_memory():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"optimizer": optimizer, "target_batch": 1024, "max_micro_batch": 256}
     roomy = fit(model, budget="256MiB", **options)
-    least, more = (roomy.summing_trials[summing].peak_reserved for summing in SUMMINGS[:2])
-    tight = round((least + more) / 2 / 0.95)
+    least = roomy.summing_trials[IN_EACH].peak_reserved
+    tight = round(1.02 * least / 0.95)
     held = roomy.model_copy(update={"summing": SUMMINGS[-1]})  # whatever the clock has shown
     plans = {
         "roomy": held,
