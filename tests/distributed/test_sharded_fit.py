@@ -155,7 +155,6 @@ def fit_all():
     found["given"] = describe(fit(model, optimizer=optimizer, share=[3097, 1000]))
     found["short"] = describe(fit(model, optimizer=optimizer, budget="18MiB" if rank else BUDGET))
     found["nothing fits"] = fail(lambda: fit(model, optimizer=optimizer, budget="4MiB" if rank else BUDGET))
-    found["sums"] = fit_with_memory()
     found["speed"] = fail(lambda: fit(model, share="speed"))
     found["strict"] = fail(lambda: fit(model, check="raise", max_micro_batch=100))
     for name, step in (("an error", failing_step), ("an error beside a shortage", short_or_failing_step)):
@@ -165,6 +164,7 @@ def fit_all():
             found[name] = f"{type(error).__name__}: {error}"
     found["after an error"] = describe(fit(model, optimizer=optimizer))
     found["changed"] = differences(bits_of(model, optimizer), before)
+    found["sums"] = fit_with_memory()
     scaler = torch.amp.GradScaler("cpu")
     found["scaler"] = fail(lambda: autobatch.Runner(plan, model, mean_step, optimizer, scaler=scaler))
     runner = autobatch.Runner(plan, model, mean_step, optimizer, max_grad_norm=1.0)
