@@ -47,12 +47,12 @@ class Retried(StepEvent):
     level: ClassVar[int] = logging.WARNING  # a retry costs time
 
     def __str__(self) -> str:
-        change = f"at most {self.new_size}"
+        failed = plural(self.failed_size, "sample")
+        what = f"ran out of memory at {failed} and runs again with at most {self.new_size}"
         if self.sums_in_each:
-            change = "gradients summed in each micro-batch, as those to be summed once take memory"
+            what = f"ran out of memory at {failed} and runs again with a sum of gradients in each micro-batch"
         return (
-            f"{self.source}step {self.step} ran out of memory at {plural(self.failed_size, 'sample')} and runs again "
-            f"with {change}; "
+            f"{self.source}step {self.step} {what}; "
             f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} "
             f"held by others and us after clean-up; {self.reason}{_warn_of_inexactness(self.inexact)}"
         )

@@ -149,7 +149,7 @@ def _explain_summing(plan: PlanRecord) -> str:
         return f"Ranks sum them {chosen}: {why}."
     less = 1 - trials[chosen].seconds / trials[IN_EACH].seconds
     more = format_bytes(plan.extra_bytes(chosen))
-    return f"Ranks sum them {chosen}: two micro-batches took {less:.0%} less time than with two sums, and {more} more."
+    return f"Ranks sum them {chosen}: two micro-batches took {less:.0%} less time, and {more} more memory."
 
 
 def _describe_epoch(plan: PlanRecord) -> tuple[str, ...]:

@@ -120,8 +120,8 @@ def fit_with_memory():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"optimizer": optimizer, "target_batch": 1024, "max_micro_batch": 256}
     roomy = fit(model, budget="256MiB", **options)
-    least, more = (roomy.summing_trials[summing].peak_reserved for summing in SUMMINGS[:2])
-    tight = round((least + more) / 2 / 0.95)
+    least = roomy.summing_trials[IN_EACH].peak_reserved
+    tight = round(1.02 * least / 0.95)
     held = roomy.model_copy(update={"summing": SUMMINGS[-1]})  # whatever the clock has shown
     plans = {
         "roomy": held,
@@ -155,7 +155,6 @@ def fit_all():
     found["given"] = describe(fit(model, optimizer=optimizer, share=[3097, 1000]))
     found["short"] = describe(fit(model, optimizer=optimizer, budget="18MiB" if rank else BUDGET))
     found["nothing fits"] = fail(lambda: fit(model, optimizer=optimizer, budget="4MiB" if rank else BUDGET))
-    found["sums"] = fit_with_memory()
     found["speed"] = fail(lambda: fit(model, share="speed"))
     found["strict"] = fail(lambda: fit(model, check="raise", max_micro_batch=100))
     for name, step in (("an error", failing_step), ("an error beside a shortage", short_or_failing_step)):
@@ -165,6 +164,7 @@ def fit_all():
             found[name] = f"{type(error).__name__}: {error}"
     found["after an error"] = describe(fit(model, optimizer=optimizer))
     found["changed"] = differences(bits_of(model, optimizer), before)
+    found["sums"] = fit_with_memory()
     scaler = torch.amp.GradScaler("cpu")
     found["scaler"] = fail(lambda: autobatch.Runner(plan, model, mean_step, optimizer, scaler=scaler))
     runner = autobatch.Runner(plan, model, mean_step, optimizer, max_grad_norm=1.0)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 
 import pytest
-from plans import make_whole_plans
+from plans import GIB, make_plan, make_trial, make_whole_plans
 from report_cases import CASES, make_rank_run
 
+from autobatch.records import IN_EACH, SUMMINGS
 from autobatch.report.advice import advise_ranks
 from autobatch.report.html import render_fragment
 from autobatch.report.text import explain_plan, show_plan
 
 pytestmark = pytest.mark.quick
 
+ONCE = SUMMINGS[1]
 SHARES = (64, 64, 96, 32)
 SECONDS = (0.155, 0.161, 0.231, 0.52)
 
@@ -34,6 +36,27 @@ def test_a_plan_shows_a_row_for_each_rank():
             "     3       32  1 x 32         18.7 GiB  21.6 GiB    520.0  NVIDIA L4",
             "  The slowest is rank 3: 520 ms a step by itself, the others 182 ms on average.",
         ]
+
+
+@pytest.mark.parametrize(
+    ("summing", "outcome", "sentence"),
+    [
+        (
+            ONCE,
+            "fits",
+            "Ranks sum them once a step: two micro-batches took 30% less time, and 2.0 GiB more memory.",
+        ),
+        (IN_EACH, "oom", "Ranks sum them in each micro-batch: sums once a step do not fit."),
+        (IN_EACH, "fits", "Ranks sum them in each micro-batch: others are no faster."),
+    ],
+)
+def test_a_plan_says_how_often_sharded_gradients_are_summed(summing, outcome, sentence):
+    """And why, in one sentence."""
+    trials = {IN_EACH: make_trial(4, 8 * GIB), ONCE: make_trial(4, 10 * GIB, outcome)}
+    trials[ONCE] = trials[ONCE].model_copy(update={"seconds": 0.7 * trials[IN_EACH].seconds})
+    plan = make_plan(summing=summing, summing_trials=trials)
+    assert section(explain_plan(plan), "Sums of sharded gradients") == [f"  {sentence}"]
+    assert section(explain_plan(make_plan()), "Sums of sharded gradients") == []
 
 
 def test_several_computers_are_named():

@@ -1,7 +1,7 @@
 """Every private name of ``fully_shard`` that is used here, and the releases of torch in which it was tried.
 
-Nothing else reads them. In another release they may mean something else, so none is read there: a pass that fails on
-one rank is not run again, and ends the training on all (``passes.py``).
+Nothing else reads them. In another release they may mean something else, so none is read there. A pass that fails on
+one rank then ends the training on all (``passes.py``).
 """
 # ruff: noqa: SLF001 - this is the place for them
 
