@@ -15,7 +15,7 @@ _LONGEST_REASON = 200  # of each half of a reason: a field's name may come from 
 Outcome = Literal["fits", "oom", "thrash"]
 
 # The parts of a training step that can run out of memory, in their order.
-Phase = Literal["forward", "backward", "gradients", "optimizer state", "update"]
+Phase = Literal["forward", "loss", "backward", "gradients", "optimizer state", "update"]
 
 # Ways in which a step may already save memory.
 Saving = Literal["activation checkpointing", "autocast", "16-bit parameters"]
