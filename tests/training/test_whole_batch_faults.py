@@ -10,7 +10,7 @@ from autobatch.testing import oom_at
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
-STRIDE = 1 if IN_PROOF else 12
+STRIDE = 1 if IN_PROOF else 30
 
 BY_NAME = pytest.mark.parametrize("case", WHOLE_BATCH_CASES, ids=lambda case: case.name)
 
