@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from autobatch.result import StepResult
     from autobatch.runner import Runner
     from autobatch.step.losses import Mean, PerStep, Sum
+    from autobatch.step.whole_batch import WholeBatch
 
 __all__ = [
     "AutobatchError",
@@ -64,6 +65,7 @@ __all__ = [
     "Sum",
     "Trial",
     "Verdict",
+    "WholeBatch",
     "__version__",
     "batches",
     "by_length",
@@ -92,6 +94,7 @@ _MODULES = {
     "Sum": "autobatch.step.losses",
     "Trial": "autobatch.records",
     "Verdict": "autobatch.records",
+    "WholeBatch": "autobatch.step.whole_batch",
     "by_length": "autobatch.batch.lengths",
     "fit": "autobatch.fitting.fit",
     "is_oom": "autobatch.memory.oom",

@@ -25,7 +25,7 @@ _OF_NO_VALUE = ("extra_forbidden", "json_invalid")
 Outcome = Literal["fits", "oom", "thrash"]
 
 # The parts of a training step that can run out of memory, in their order.
-Phase = Literal["forward", "backward", "gradients", "optimizer state", "update"]
+Phase = Literal["forward", "loss", "backward", "gradients", "optimizer state", "update"]
 
 # Ways in which a step may already save memory.
 Saving = Literal["activation checkpointing", "autocast", "16-bit parameters"]

@@ -20,6 +20,7 @@ from autobatch.planning.division import Share, share_target
 from autobatch.planning.plan_record import RankPlan
 from autobatch.records import IN_EACH, SUMMINGS, Summing, Trial
 from autobatch.step.model_info import name_optimizer
+from autobatch.step.whole_batch import refuse_on_ranks
 from autobatch.step.workload import Workload
 
 _LARGEST = (
@@ -110,6 +111,7 @@ class Division:
         if self._ranks is None:
             return []
         refuse_sharded_optimizer(workload.optimizer)
+        refuse_on_ranks(workload.step)
         same = {
             "target_batch=": self.target,
             "share=": self._share if isinstance(self._share, str) else [*map(int, self._share)],

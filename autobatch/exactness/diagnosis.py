@@ -70,8 +70,10 @@ _PAIRED = (
 _COUPLED = (
     "the loss is not a mean over samples: the loss of a sample depends on the others in its micro-batch (in-batch "
     "negatives, the hardest of them, a statistic over the batch, an expert's share, in-batch shuffling: partners that "
-    "the step draws), which no weighing makes exact: choose partners when the batch is made; or, where it has several "
-    "terms with counts of their own: return a dict of losses, and a dict of their counts by the same names from weigh="
+    "the step draws), which no weighing makes exact: pass step=autobatch.WholeBatch(represent, loss), with "
+    "represent(model, micro_batch) -> a row a sample and loss(representations, batch) -> the loss; or choose partners "
+    "when the batch is made; or, where it has several terms with counts of their own: return a dict of losses, and a "
+    "dict of their counts by the same names from weigh="
 )
 _SEVERAL_TERMS = (
     "the loss is not a mean over samples, and no sample's part of it depends on the others: it has several terms with "

@@ -14,13 +14,14 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, cycle, pairwise
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from autobatch._user_errors import contextmanager
+from autobatch.batch.cut import Group
 from autobatch.batch.samples import Layout
 from autobatch.batch.tree import as_leaf, map_tensors, tensors_of
 from autobatch.errors import DoesNotFit
@@ -29,8 +30,9 @@ from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
 from autobatch.records import ModuleError
 from autobatch.step.losses import Mean, read_terms
+from autobatch.step.whole_batch import WholeBatch
 from autobatch.step.workload import Workload, split_output
-from autobatch.training.accumulation import Accumulation
+from autobatch.training.whole_batch import accumulation_for
 from autobatch.undo.module_state import ModuleState
 from autobatch.undo.undo import Undo
 
@@ -268,7 +270,9 @@ class Measurement:
         parameters = self.workload.parameters()  # only now: those that the last run has made are gone
         self.workload.drop_gradients()
         layouts = [self.part(rows) for rows in parts]
-        run = iter([rows for rows, part in zip(parts, layouts, strict=True) if self._counts_any(part)])
+        run = cycle([rows for rows, part in zip(parts, layouts, strict=True) if self._counts_any(part)])
+        user = self.workload.step
+        called, lose = (user.represent, user.loss) if isinstance(user, WholeBatch) else (user, user)
 
         def step(model: Any, batch: Any) -> Any:
             """Run the user's step with the random numbers of its samples."""
@@ -278,21 +282,31 @@ class Measurement:
                 self._restore_outside()
             rows = next(run)
             self.running = len(rows)
-            if self.random is not None:
-                self.random.begin(rows, self.layout.count)
-            returned = self.workload.step(model, batch)
-            if self.keeps_values:
+            self._draw_for(rows)
+            returned = called(model, batch)
+            if self.keeps_values and called is user:
                 self.states_counts = any(term.count is not None for term in read_terms(split_output(returned)[0]))
             return returned
 
-        accumulation = Accumulation(
-            self.workload.around(step, weigh=self.workload.weigh),
+        def loss(representations: Any, batch: Any) -> Any:
+            """Run the loss of ``WholeBatch`` with the random numbers of all samples."""
+            self._draw_for(sorted(chain(*parts)))
+            return lose(representations, batch)
+
+        split = WholeBatch(step, loss) if isinstance(user, WholeBatch) else step
+        workload = self.workload.around(split, weigh=self.workload.weigh)
+        accumulation = accumulation_for(workload)(
+            workload,
             self.device,
             None if factor == 1 else lambda loss: loss * factor,
             records=False,
             watched=self._to_watch,
             owns_batches=True,
         )
+        if isinstance(user, WholeBatch):  # its loss is over one batch, of which the parts are rows
+            layouts = [self.part(range(self.layout.count))]
+            rows = [part if isinstance(part, range) else [*part] for part in parts]
+            accumulation.division = lambda batches, _: [Group(batches[0], part) for part in rows]
         try:
             with nullcontext() if self.writes is False else self.start.watch(tensors_of(self.layout.batch)):
                 done = accumulation.run(layouts, self.layout.count)
@@ -303,6 +317,10 @@ class Measurement:
             self.random.end()
         self._loss = 0.0 if done is None or done.loss.value is None else float(done.loss.value)
         return parameters
+
+    def _draw_for(self, rows: Sequence[int]) -> None:
+        if self.random is not None:
+            self.random.begin(rows, self.layout.count)
 
     def _restore_outside(self) -> None:
         self.start.restore_outside()

@@ -31,12 +31,13 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.planning.next_trial import FIRST_SIZE
 from autobatch.records import IN_EACH, MemoryUsage, Phase, Saving, Summing, Trial
 from autobatch.step.model_info import find_savings, is_compiled, watch_savings
+from autobatch.step.whole_batch import WholeBatch
 from autobatch.step.workload import Workload, read_output
 from autobatch.torch_internals.storages import bytes_of
-from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState
 from autobatch.training.update import count_state, is_making_state, make_state
 from autobatch.training.weights import check_names
+from autobatch.training.whole_batch import WholeBatchAccumulation, accumulation_for
 from autobatch.undo.training_state import TrainingState
 from autobatch.undo.written_memory import WrittenMemory
 
@@ -117,6 +118,7 @@ class Probe:
     _to_watch: int = 2  # steps that may not do the training loop's work: the first one, and that of the first trial
     _leaves_are_known: bool = False
     _holds_activations: bool = False
+    _whole: Layout | None = None
 
     def __post_init__(self) -> None:
         """Drop gradients, so that the first attempt begins like the later ones."""
@@ -237,26 +239,34 @@ class Probe:
             begun = self.device.usage().allocated
             now.resident = min(before.allocated, begun)  # before it there may have been an earlier trial's
             now.held = begun - now.resident
+        batches = self._make_batches(batch)
         started = time.perf_counter()
         with now.read(self.device, "backward"):
-            accumulated = self._accumulate([batch, batch], size)
+            accumulated = self._accumulate(batches, size)
         with now.read(self.device, "optimizer"):
             self._update()
         del accumulated  # not before: in training its loss is held during the optimizer's step, too
-        now.seconds = time.perf_counter() - started
+        now.seconds = (time.perf_counter() - started) * 2 * size / sum(one.count for one in batches)
         self._drop_gradients()
         left, grown = self.device.usage().allocated - before.allocated, now.backward.peak_allocated
         self._holds_activations = self._holds_activations or left > _LITTLE * (grown - before.allocated)
 
+    def _make_batches(self, batch: Layout) -> Sequence[Layout]:
+        """The two micro-batches of a trial; one where ``WholeBatch`` would run its whole batch in one."""
+        if not isinstance(self.workload.step, WholeBatch):
+            return [batch, batch]
+        rest = self.target - batch.count
+        return [batch, self._make_batch(min(batch.count, rest))] if rest > 0 else [batch]
+
     def _accumulate(self, batches: Sequence[Layout], size: int) -> AccumulationState:
-        passes_left = len(batches)
+        user, passes_left = self.workload.step, len(batches)
         self.shared.expect(passes_left, self.summing)
 
         def run(model: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
             nonlocal passes_left
             self.shared.begin_micro_batch()
             self._now.phase = "forward"
-            terms, aux = read_output(self.workload.step(model, samples))  # not call_step, which runs this function
+            terms, aux = read_output(user(model, samples))  # not call_step, which runs this function
             if not self._leaves_are_known:
                 check_names(terms, self.workload.weights_of(samples, size))
             if not self._is_warm:
@@ -265,9 +275,11 @@ class Probe:
             first, *others = [term.loss for term in terms]
             return sum(others, start=first), aux
 
-        accumulation = Accumulation(
-            # By samples: a trial has to run a micro-batch of the example even if its labels are all ignored.
-            self.workload.around(run, weigh=None),
+        # By samples: a trial has to run a micro-batch of the example even if its labels are all ignored.
+        passes = self._note_passes(user) if isinstance(user, WholeBatch) and len(batches) > 1 else run
+        workload = self.workload.around(passes, weigh=None)
+        accumulation = accumulation_for(workload)(
+            workload,
             self.device,
             in_float32=self.in_float32,
             leaves_are_known=self._leaves_are_known or not self._sees_all,
@@ -277,6 +289,8 @@ class Probe:
             watched=self._to_watch,
             stands_for=-(-self.target // size) if self.target > size else 0,
         )
+        if isinstance(accumulation, WholeBatchAccumulation):
+            accumulation.imitated = self._grow_whole()
         self._now.phase = "forward"
         try:
             accumulated = accumulation.run(batches, size)
@@ -290,6 +304,27 @@ class Probe:
         self._leaves_are_known, self._to_watch = True, max(self._to_watch - 1, 0)
         self.aux_bytes = max(self.aux_bytes, *(count_bytes(aux) for aux in accumulated.aux))
         return accumulated
+
+    def _note_passes(self, user: WholeBatch) -> WholeBatch:
+        """The same step, which notes what runs now."""
+
+        def represent(model: nn.Module, samples: Any) -> Any:
+            self._now.phase = "forward"
+            returned = user.represent(model, samples)
+            self._now.phase = "backward"
+            return returned
+
+        def loss(representations: Any, batch: Any) -> Any:
+            self._now.phase = "loss"
+            return user.loss(representations, batch)
+
+        return WholeBatch(represent, loss)
+
+    def _grow_whole(self) -> Layout:
+        """The batch of a whole step: its loss is run, and not only that of the two micro-batches."""
+        if self._whole is None:
+            self._whole = self._make_batch(self.target)
+        return self._whole
 
     def _update(self) -> None:
         optimizer = self.workload.optimizer

@@ -30,6 +30,7 @@ from autobatch.step.model_info import (
     may_refuse_one_sample,
     refuses_one_sample,
 )
+from autobatch.step.whole_batch import WholeBatch
 
 
 def search(request: Request) -> Found:
@@ -222,8 +223,10 @@ def _search_size(request: Request, trials: _Trials, smallest: int) -> int:
         smallest_probe=min(smallest, sizes[0]),
         candidates=sizes,
     )
-    # On CUDA a trial costs more than a prediction. A prediction cannot gather sharded parameters from other ranks.
-    if memory.measures and memory.describe().kind == "cuda" and not request.division.trials.are_shared:
+    # On CUDA a trial costs more than a prediction. A prediction cannot gather sharded parameters from other ranks, and
+    # knows no second pass.
+    is_predictable = not request.division.trials.are_shared and not isinstance(request.workload.step, WholeBatch)
+    if memory.measures and memory.describe().kind == "cuda" and is_predictable:
         question = _predict(request, trials, question)
     for policy in (next_size, next_smaller_size) if wanted.objective == "memory" else (next_size,):
         while (size := policy(question, trials.done)) is not None:

@@ -44,6 +44,7 @@ from autobatch.step.model_info import (
     may_refuse_one_sample,
     warn_of_batch_norms,
 )
+from autobatch.step.whole_batch import WholeBatch
 from autobatch.step.workload import Step, Weigh, Workload, check_model, warn_of_no_optimizer
 
 MARGIN = 0.10  # left free on top of the predicted peak of the process, as a fraction of it
@@ -116,6 +117,10 @@ def predict(
     for name, switch in zip(names, (expandable_segments, scaler, what_if, all_cards, progress), strict=True):
         check_switch(name, switch)
     check_model(model)
+    if isinstance(step, WholeBatch):
+        raise InvalidArgument(
+            "predict() does not know WholeBatch yet: call fit() on the card, whose trials run its loss at the target"
+        )
     model, parallelism = read_parallelism(model, world_size, data_parallel)
     shares = share_target(target_batch, "equal", [1.0] * (parallelism.world_size if parallelism else 1))
     if gpu is None and not torch.cuda.is_available():

@@ -13,6 +13,7 @@ from autobatch.report.sections import format_seconds
 
 PHASES: dict[Phase, str] = {
     "forward": "in the forward pass",
+    "loss": "in the loss over the whole batch",
     "backward": "in the backward pass",
     "gradients": "in the backward pass",
     "optimizer state": "where the optimizer made its state",
@@ -29,6 +30,10 @@ _PASSES = (
 _SHORTER = "parameters in bfloat16"
 _MODEL = ("fewer parameters", _SHORTER, "a batch that is not on the device as a whole")
 _AT_ANY_SIZE: dict[Phase, tuple[str, Sequence[str]]] = {
+    "loss": (
+        "the loss over the whole batch does not fit on {device} beside the model and all representations",
+        ("a smaller target_batch=", "a loss that runs in chunks of rows, each with torch.utils.checkpoint"),
+    ),
     "gradients": (
         "the gradients do not fit on {device} beside the model",
         ("fewer trained parameters (freeze some, or LoRA)", _SHORTER),

@@ -21,6 +21,7 @@ from autobatch._wrappers import members_of
 from autobatch.batch.samples import Layout
 from autobatch.batch.tree import tensors_of
 from autobatch.records import DeviceInfo, Padding
+from autobatch.step.whole_batch import WholeBatch
 from autobatch.step.workload import Workload
 from autobatch.torch_internals.storages import is_uninitialized
 
@@ -98,6 +99,8 @@ def _spell_code(function: Callable[..., Any] | None) -> str:
     if isinstance(function, functools.partial):
         given = [*function.args, *(value for _, value in sorted(function.keywords.items()))]
         return f"partial {_spell_code(function.func)} {[*function.keywords]} {list(map(_spell_option, given))}"
+    if isinstance(function, WholeBatch):
+        return f"whole batch {_spell_code(function.represent)} {_spell_code(function.loss)}"
     called = function if hasattr(function, "__code__") or hasattr(function, "__func__") else type(function).__call__
     called = getattr(called, "__func__", called)
     code = getattr(called, "__code__", None)

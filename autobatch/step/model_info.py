@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from autobatch._user_errors import contextmanager
 from autobatch._wrappers import members_of, own_table, unwrap_model, unwrap_optimizer
 from autobatch.records import ModelIdentity, Saving
+from autobatch.step.whole_batch import WholeBatch
 from autobatch.torch_internals.storages import is_uninitialized
 from autobatch.undo.gradients import NARROW
 
@@ -29,8 +30,8 @@ def is_compiled(model: nn.Module, step: Any = None) -> bool:
     ``torch.compile`` returns a module or function with ``get_compiler_config``, and ``nn.Module.compile`` puts one in
     ``_compiled_call_impl`` (``torch/_dynamo/eval_frame.py``).
     """
-    while isinstance(step, partial):
-        step = step.func
+    while isinstance(step, partial | WholeBatch):
+        step = step.func if isinstance(step, partial) else step.represent
     parts = [(one, getattr(one, "forward", None), getattr(one, "_compiled_call_impl", None)) for one in model.modules()]
     return any(_is_marked(part) for part in (step, *(part for three in parts for part in three)))
 

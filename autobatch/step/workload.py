@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,7 @@ from autobatch.step.losses import Weigh as Weigh  # noqa: PLC0414 - callers take
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.reachable import find_outside
 from autobatch.step.totals import refuse_totals
+from autobatch.step.whole_batch import WholeBatch
 from autobatch.torch_internals.storages import bytes_of, is_uninitialized
 
 Step = Callable[[nn.Module, Any], Any]
@@ -53,6 +55,12 @@ class Workload:
         if isinstance(self.step, type) or not callable(self.step):
             raise InvalidArgument(f"step={_show(self.step)} cannot be called; pass step(model, micro_batch) -> loss")
         check_weigh(self.weigh)
+        if isinstance(self.step, WholeBatch):
+            vars(self)["named"] = "your represent() or loss() of WholeBatch"
+            if self.weigh is not None:
+                raise InvalidArgument(
+                    "weigh= is not used with WholeBatch, whose loss is over the whole batch: leave it out"
+                )
         if self.optimizer is not None:
             _check_optimizer(self.model, self.optimizer)
         self.check_hooks()
@@ -138,8 +146,12 @@ class Workload:
 
     def call_step(self, micro_batch: Any) -> Any:
         """Return what the user's step returns; raise InvalidArgument if it does the training loop's work."""
-        with refuse_loop_calls(self._owners, self.parameters()):
+        with self.watch():
             return self.step(self.model, micro_batch)
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Raise InvalidArgument if a call in this block does the training loop's work."""
+        return refuse_loop_calls(self._owners, self.parameters())
 
     @cached_property
     def _owners(self) -> list[Owner]:

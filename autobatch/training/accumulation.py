@@ -163,16 +163,7 @@ class Accumulation:
             self._sums.begin(self._parameters)
         try:
             with self._watch(undo, progress) if self._is_watched else nullcontext():
-                for micro_batch in progress.micro_batches:
-                    if not micro_batch.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
-                        progress.aux.append(None)
-                        continue
-                    # No variable stays: nothing of a micro-batch is held but what the user put beside its loss.
-                    if (marked := self.device.micro_batch(micro_batch.size)) is None:
-                        progress.aux.append(self._run_micro_batch(micro_batch, progress))
-                        continue
-                    with marked:
-                        progress.aux.append(self._run_micro_batch(micro_batch, progress))
+                self._run_micro_batches(progress)
         except Exception as error:
             self.watched = max(self.watched, 1)
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
@@ -183,22 +174,34 @@ class Accumulation:
             return None
         return self._note_shortage(progress, undo, reason)
 
+    def _run_micro_batches(self, progress: AccumulationState) -> None:
+        for micro_batch in progress.micro_batches:
+            if not micro_batch.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
+                progress.aux.append(None)
+                continue
+            # No variable stays: nothing of a micro-batch is held but what the user put beside its loss.
+            if (marked := self.device.micro_batch(micro_batch.size)) is None:
+                progress.aux.append(self._run_micro_batch(micro_batch, progress))
+                continue
+            with marked:
+                progress.aux.append(self._run_micro_batch(micro_batch, progress))
+
     def _note_where(self, error: Exception, progress: AccumulationState) -> None:
         """Name the user's function that runs now in a note on its error; errors of autobatch name it already."""
         if progress.running and not isinstance(error, AutobatchError):
-            size = progress.micro_batches[len(progress.aux)].size
-            note_where(error, progress.running, self.workload.called_by, size)
+            note_where(error, progress.running, self.workload.called_by, progress.running_size)
 
     def _note_shortage(self, progress: AccumulationState, undo: Undo, reason: str) -> Shortage:
         self.leaves_are_known = False  # the next attempt looks at its graph again
         self._sums.clear()  # memory is full
         progress.watch.refuse_writes(undo.memory, stays=not self.owns_batches)
         undo.refuse_lost(reason)
+        is_hopeless = progress.phase == "loss" and progress.retries > 0  # it takes as much in any micro-batches
         failed = progress.fail()
         return Shortage(
             failed_size=failed.size,
             reason=reason,
-            least_size=find_least_size(progress.groups, self.smallest),
+            least_size=failed.size if is_hopeless else find_least_size(progress.groups, self.smallest),
             ended_in=progress.phase,
             failed_scale=failed.scale,
         )
@@ -230,10 +233,13 @@ class Accumulation:
         progress.phase, progress.running = "backward", "the backward pass of your loss"
         self._run_backward(part)
         progress.running = ""
+        self._join_sparse_rows(progress)
+        return aux
+
+    def _join_sparse_rows(self, progress: AccumulationState) -> None:
         if self._is_watched or self._has_sparse or not self.is_training:
             widen_to = self.stands_for if not progress.aux else 0
             self._has_sparse = join_sparse_rows(self._parameters, self._sums, widen_to)
-        return aux
 
     def _take(self, micro_batch: MicroBatch) -> Any:
         """The samples of a micro-batch on the device, in containers of their own."""

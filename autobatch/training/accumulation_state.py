@@ -46,6 +46,11 @@ class AccumulationState:
         return tuple([micro_batch.size for micro_batch in self.micro_batches])
 
     @property
+    def running_size(self) -> int:
+        """Number of samples that run together now: in the loss of ``WholeBatch`` all of them."""
+        return sum(self.micro_batch_sizes) if self.phase == "loss" else self.micro_batches[len(self.aux)].size
+
+    @property
     def counted_per_sample(self) -> float:
         """Divisor of this step's losses, for each sample; 0 if the total was known before."""
         return self.loss.counted / max(1, sum(self.micro_batch_sizes))

@@ -19,12 +19,14 @@ from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.step.model_info import name_optimizer
+from autobatch.step.whole_batch import refuse_on_ranks
 from autobatch.step.workload import Workload
 from autobatch.torch_internals.storages import has_shards
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.batches import find_bound
 from autobatch.training.given_backward import Backward, GivenBackward
 from autobatch.training.lockstep_accumulation import LockstepAccumulation
+from autobatch.training.whole_batch import accumulation_for
 
 _RATES_SHOWN = 3
 
@@ -65,7 +67,7 @@ def make_accumulation(
     keep: Sequence[Any],
     backward: Backward | None,
 ) -> Accumulation:
-    return (LockstepAccumulation if is_sharded else Accumulation)(
+    return (LockstepAccumulation if is_sharded else accumulation_for(workload))(
         workload,
         device,
         _begin_sharded_scaling(workload.model, scaler) if is_sharded else _begin_scaling(scaler, device),
@@ -89,6 +91,7 @@ def describe_binding(
     plan: Plan, workload: Workload, device: Device, max_grad_norm: float | None, **given: Any
 ) -> dict[str, Any]:
     """Describe what must be the same on each rank, and the device of each."""
+    refuse_on_ranks(workload.step)
     schedulers, scaler = given.pop("schedulers"), given.pop("scaler")
     given |= {"weigh": workload.weigh}
     return {

@@ -243,6 +243,13 @@ class _FreeMemory:
 def _explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan, model: nn.Module) -> str:
     """Explain why a step does not fit if its micro-batch cannot be smaller."""
     size = shortage.failed_size
+    if shortage.ended_in == "loss":
+        return (
+            f"step {step} ran out of memory {PHASES['loss']}, which no smaller micro-batch makes smaller; "
+            f"{format_bytes(used_bytes)} of a budget of {format_bytes(plan.budget_bytes)} were held before it; "
+            f"{shortage.reason}; the step was undone: free memory, pass fewer samples a step, or compute the loss in "
+            f"chunks of rows"
+        )
     samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
     reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(model)}"
     return (

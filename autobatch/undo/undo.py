@@ -114,11 +114,14 @@ class Undo:
 
     def restore(self) -> None:
         """Restore all of it, bit for bit and in place."""
+        restore_each(self.rewind, self.gradients.restore)
+
+    def rewind(self) -> None:
+        """Restore all but gradients."""
         restore_each(
             self.modules.restore,
             self._restore_values,
             *(() if self._objects is None else (self._objects.restore,)),
-            self.gradients.restore,
             self._generators.restore,  # last: the user's objects may draw when they are loaded
         )
 

@@ -42,6 +42,7 @@ NAMES = [
     "Sum",
     "Trial",
     "Verdict",
+    "WholeBatch",
     "__version__",
     "batches",
     "by_length",

@@ -105,6 +105,37 @@ class TwoHeads(nn.Module):
         return self.classes(hidden), self.value(hidden)
 
 
+class TwoViews(nn.Module):
+    """Two views of each sample, and a loss over the whole batch with parameters of its own."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.body = Everything(dtype)
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros((), dtype=dtype))
+        self.register_buffer("center", torch.zeros(4, dtype=dtype))
+
+    def represent(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws from every generator, and moves BatchNorm's statistics and a counter."""
+        noisy = inputs * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())
+        return self.body(inputs), checkpoint(self.body, noisy, use_reentrant=False)
+
+    def lose(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """Draws, moves a buffer, and has a term of a parameter alone."""
+        self.center.lerp_(second.detach().mean(0).to(self.center.dtype), 0.1)
+        scores = self.scale.exp() * F.dropout(first, 0.2) @ (second - self.center).to(first.dtype).T + self.bias
+        return -F.logsigmoid((2 * torch.eye(len(scores), dtype=scores.dtype) - 1) * scores).mean() + self.bias.square()
+
+
+def represent_views(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return model.represent(batch[0])
+
+
+def represent_views_in_bfloat16(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.represent(batch[0])
+
+
 def token_step(model: nn.Module, batch: Any) -> torch.Tensor:
     """The mean over the tokens that count; the third of each sequence whose label is 0 does not."""
     return F.cross_entropy(model(batch[0]).flatten(0, 1), _token_labels(batch).flatten(), ignore_index=-100)
@@ -197,9 +228,12 @@ class Case:
     max_grad_norm: float | None = 0.05
     taught: bool = False
     backward: Callable[[torch.Tensor], object] | None = None
+    represent: Callable[[nn.Module, Any], Any] | None = None
 
-    def make_step(self) -> tuple[Callable[[nn.Module, Any], Any], tuple[Any, ...]]:
+    def make_step(self, model: nn.Module) -> tuple[Callable[[nn.Module, Any], Any], tuple[Any, ...]]:
         """The step, and what it changes outside the model."""
+        if self.represent is not None:
+            return autobatch.WholeBatch(self.represent, lambda views, _: model.lose(*views)), ()
         if not self.taught:
             return self.step, ()
         teacher = Teacher()
@@ -268,6 +302,27 @@ CASES = (
 )
 
 
+WHOLE_BATCH_CASES = (
+    Case("whole batch, SGD", TwoViews, sgd, represent=represent_views),
+    Case(
+        "whole batch, mixed precision + GradScaler, AdamW foreach",
+        TwoViews,
+        adamw_foreach,
+        scaled=True,
+        represent=represent_views_in_bfloat16,
+    ),
+    Case(
+        "whole batch in bfloat16, a backward of one's own, AdamW fused",
+        lambda: TwoViews(torch.bfloat16),
+        adamw_fused,
+        dtype=torch.bfloat16,
+        backward=run_backward,
+        represent=represent_views,
+    ),
+)
+"""Steps in two passes: memory may end in either of them, or in the loss between them."""
+
+
 class Scaler(torch.amp.GradScaler):
     """Says when the update begins: ``step`` reads what ``unscale_`` has found before it steps the optimizer."""
 
@@ -288,7 +343,7 @@ class Training:
         self.where = "elsewhere"
         self.device = Roomy()
         self.model = case.make_model()
-        self.step, self.kept = case.make_step()
+        self.step, self.kept = case.make_step(self.model)
         self.optimizer = case.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
         self.scaler = Scaler("cpu", init_scale=1024.0, growth_interval=1) if case.scaled else None
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5) if case.scheduled else None
@@ -319,10 +374,13 @@ class Training:
 
     def _make_runner(self) -> autobatch.Runner:
         case = self.case
+        step: Any = self._step
+        if isinstance(self.step, autobatch.WholeBatch):
+            step = autobatch.WholeBatch(self._note("forward", self.step.represent), self._note("loss", self.step.loss))
         return autobatch.Runner(
             self._plan(),
             self.model,
-            self._step,
+            step,
             self.optimizer,
             weigh=None if case.weigh is None else self._weigh,
             scaler=self.scaler,
@@ -342,11 +400,17 @@ class Training:
         self.when_update()
 
     def _step(self, model: nn.Module, batch: Any) -> Any:
-        self.where = "forward"
-        try:
-            return self.step(model, batch)
-        finally:
-            self.where = "elsewhere"
+        return self._note("forward", self.step)(model, batch)
+
+    def _note(self, place: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.where = place
+            try:
+                return function(*arguments)
+            finally:
+                self.where = "elsewhere"
+
+        return call
 
     def _weigh(self, batch: Any) -> Any:
         self.where = "weigh"  # until the step is called: a count that is a tensor is read after this has returned
@@ -378,7 +442,7 @@ def plan_of(case: Case) -> autobatch.Plan:
         model,
         SAMPLES,
         batch=make_batch(SAMPLES, case.dtype),
-        step=case.make_step()[0],
+        step=case.make_step(model)[0],
         weigh=case.weigh,
         optimizer=case.make_optimizer([p for p in model.parameters() if p.requires_grad]),
         device=Roomy(),
@@ -408,16 +472,16 @@ class _Places(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         finally:
             place = "backward" if in_backward else self.training.where
-            if place == "elsewhere" and _compares_counts():
+            if place == "elsewhere" and _runs_in("_check_counts"):
                 place = "weigh"  # as there: what ends in it is asked again or left out, and no micro-batch is undone
-            if place == "elsewhere" and self.training.device.in_micro_batch:
+            if place == "elsewhere" and (self.training.device.in_micro_batch or _runs_in("_run_micro_batches")):
                 place = "around"
             self.places += [place] * (self.counted.operations - before)
 
 
-def _compares_counts() -> bool:
+def _runs_in(name: str) -> bool:
     frame: Any = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_check_counts":
+    while frame is not None and frame.f_code.co_name != name:
         frame = frame.f_back
     return frame is not None
 
@@ -476,11 +540,12 @@ class Tally:
         return f"{faults} -> " + ", ".join(f"{self.outcomes[name]} {name}" for name in (*OUTCOMES, "wrong"))
 
 
-PLACES = ("weigh", "forward", "backward", "clip", "optimizer")
+PLACES = ("weigh", "forward", "loss", "backward", "clip", "optimizer")
 OUTCOMES = ("committed", "restarted", "undone", "raised", "reported")
 RIGHT = {
     "weigh": {"committed"},
     "forward": {"committed", "restarted"},
+    "loss": {"restarted"},
     "backward": {"restarted"},
     "clip": {"undone"},
     "optimizer": {"reported"},
@@ -572,7 +637,7 @@ def _comparable(state: dict[str, Any]) -> dict[str, Any]:
 def prove(case: Case, stride: int = 1, **options: Any) -> Tally:
     """Let memory end at each operation of one step, or at some in each of its places, a fresh training each."""
     judge, tally, places = Judge(case, **options), Tally(), places_of(case, **options)
-    for position in spread_positions(places, stride, first=CASES.index(case)):
+    for position in spread_positions(places, stride, first=(*CASES, *WHOLE_BATCH_CASES).index(case)):
         place, outcome = places[position - 1], judge.outcome(oom_at(position))
         if outcome in OUTCOMES and outcome not in RIGHT[place]:
             outcome = f"{outcome} at operation {position}, where only {sorted(RIGHT[place])} is right"

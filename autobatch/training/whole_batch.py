@@ -1,0 +1,241 @@
+"""Runs a step of ``WholeBatch`` in two passes over its micro-batches.
+
+1. Each micro-batch is represented. Representations are kept without their graph.
+2. The loss of all representations runs forward and backward, once. Parameters of its own get their gradient here.
+3. All but gradients is restored to the beginning of the step, and each micro-batch is represented again: it draws the
+   same numbers and finds the same state. Its backward pass begins with its rows of the loss's gradient.
+4. All but gradients is restored to the end of the loss, so that it has moved once.
+
+A step of one micro-batch runs plainly. Memory that runs out in any of these begins the step again, as in any step.
+
+Invariants, asserted by the tests:
+
+- The gradient is that of one graph over all micro-batches.
+- Representations of the second pass are those of the first, or the step is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from autobatch.batch.cut import Group, cut_joined, divide, number_rows
+from autobatch.batch.samples import Layout, MicroBatch
+from autobatch.errors import CannotRetry, InvalidArgument
+from autobatch.step.whole_batch import WholeBatch, read_loss, read_rows
+from autobatch.step.workload import Workload, split_output
+from autobatch.training.accumulation import Accumulation
+from autobatch.training.accumulation_state import AccumulationState
+from autobatch.training.misuse import GradientWatch
+from autobatch.undo.random_state import RandomState
+from autobatch.undo.undo import Undo
+
+_OTHERS = (
+    "represent() returned other representations of the same samples in the second pass: it draws from a generator of "
+    "its own, reads state that moves outside the model (name either in keep=), or runs an operator that is not "
+    "deterministic"
+)
+
+
+class Kept(NamedTuple):
+    """Values of one micro-batch that the first pass keeps.
+
+    Attributes:
+        generators: Their state before it.
+        tensors: Its representations, without their graph; later each has its rows of the loss's gradient.
+        nest: The containers that hold the tensors.
+    """
+
+    generators: RandomState
+    tensors: Sequence[torch.Tensor | None]
+    nest: TreeSpec
+
+
+@dataclass
+class WholeBatchAccumulation(Accumulation):
+    """Accumulates the gradient of one ``WholeBatch`` on one device, batch after batch."""
+
+    imitated: Layout | None = None  # batch of the step that a trial imitates: the loss is that of all its samples
+    _undo: Undo | None = None
+    _kept: list[Kept] = field(default_factory=list)
+    _are_same: list[torch.Tensor] = field(default_factory=list)  # not read until the end: a read waits for the device
+
+    def begin(self, batches: Sequence[Layout], largest: int, undo: Undo, shared: Any = None) -> AccumulationState:
+        """Begin as ``Accumulation`` does."""
+        self._undo = undo
+        return super().begin(batches, largest, undo, shared)
+
+    def _end(self, undo: Undo) -> None:
+        super()._end(undo)
+        self._undo = None
+
+    def _run_micro_batches(self, progress: AccumulationState) -> None:
+        if len(progress.micro_batches) == 1 and self.imitated is None:
+            super()._run_micro_batches(progress)
+            return
+        undo = self._undo
+        assert undo is not None  # noqa: S101 - narrows for mypy
+        try:
+            for micro_batch in progress.micro_batches:
+                with self.device.micro_batch(micro_batch.size) or nullcontext():
+                    self._kept.append(self._keep(micro_batch, progress))
+                progress.aux.append(None)
+            progress.aux = []
+            value, aux = self._run_loss(progress)
+            if lost := undo.find_lost():
+                raise CannotRetry(
+                    f"the step wrote for the first time into a tensor of shape {tuple(lost[0].shape)}, so there is no "
+                    f"copy with which its second pass can begin: it keeps what was written, all else was restored; "
+                    f"run the step again, and there will be a copy"
+                )
+            after = self._record()
+            undo.rewind()
+            super()._run_micro_batches(progress)
+            after.rewind()
+            if self.imitated is None and not all(map(bool, self._are_same)):
+                raise InvalidArgument(_OTHERS)
+        finally:
+            self._kept, self._are_same = [], []
+        progress.aux, progress.loss.value = [aux], value
+
+    def _keep(self, micro_batch: MicroBatch, progress: AccumulationState) -> Kept:
+        """Represent a micro-batch. Its graph is made, so that kernels are those of the second pass, and dropped."""
+        generators = RandomState(self.device.torch_device)
+        found, nest = self._represent(micro_batch, progress)
+        # Clones: a representation may be a view of all positions of its samples.
+        kept = Kept(generators, [None if one is None else _copy(one) for one in found], nest)
+        if self._kept:
+            _refuse_unlike(self._kept[0], kept)
+        return kept
+
+    def _represent(
+        self, micro_batch: MicroBatch, progress: AccumulationState
+    ) -> tuple[list[torch.Tensor | None], TreeSpec]:
+        progress.phase, progress.running = "forward", "your represent(model, micro_batch)"
+        gradients = GradientWatch(self._parameters, self._sums) if self._is_watched else None
+        returned = self._call(self._step.represent, self.workload.model, self._take(micro_batch))
+        progress.running = ""
+        if gradients is not None:
+            gradients.refuse_change()
+        return read_rows(returned, micro_batch.size)
+
+    def _run_loss(self, progress: AccumulationState) -> tuple[torch.Tensor, Any]:
+        """Run the loss forward and backward; return its value, and what it returned beside it."""
+        batch = self._join_batch(progress)
+        progress.phase, progress.running = "loss", "your loss(representations, batch)"
+        losses, aux = split_output(self._call(self._step.loss, self._join_representations(progress), batch))
+        progress.running = ""
+        loss = read_loss(losses)
+        if not self.leaves_are_known:
+            self.workload.check_leaves(loss)
+        progress.running = "the backward pass of your loss"
+        self._run_backward(loss)
+        progress.running = ""
+        return loss.detach(), aux
+
+    def _join_batch(self, progress: AccumulationState) -> Any:
+        """All samples of the step, as they were passed, in containers of their own."""
+        given = {id(group.batch): group.batch for group in progress.groups}
+        joined = cut_joined([*given.values()] if self.imitated is None else [self.imitated])
+        if len(joined) > 1:
+            raise InvalidArgument(
+                f"the loss of WholeBatch needs the samples of a step in one batch, and these {len(given)} batches "
+                f"cannot be joined: they differ in keys, dtypes or shapes; pass one batch"
+            )
+        [whole] = divide(Group(joined[0].batch, range(joined[0].batch.count)), joined[0].batch.count)
+        return whole.take(lambda tensor: tensor, self.device.torch_device)
+
+    def _join_representations(self, progress: AccumulationState) -> Any:
+        """The representations of all micro-batches, in the order of the batch; none of them a leaf of its graph."""
+        if self.imitated is not None:
+            self._imitate(self.imitated.count, progress)
+        columns = [
+            None if column[0] is None else torch.cat(column)
+            for column in zip(*[kept.tensors for kept in self._kept], strict=True)
+        ]
+        rows = [row for numbers in number_rows(progress.groups, progress.micro_batches) for row in numbers]
+        if self.imitated is None and rows != [*range(len(rows))]:
+            places = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device.torch_device)
+            columns = [one if one is None else one.index_select(0, places.to(one.device)) for one in columns]
+        return tree_unflatten(columns, self._kept[0].nest)
+
+    def _imitate(self, samples: int, progress: AccumulationState) -> None:
+        """Keep as many representations as a step of so many samples keeps."""
+        first, missing = self._kept[0], samples - sum(progress.micro_batch_sizes)
+        while missing > 0:
+            copies = [None if one is None else _copy(one[:missing]) for one in first.tensors]
+            self._kept.append(first._replace(tensors=copies))
+            missing -= progress.micro_batches[0].size
+
+    def _run_micro_batch(self, micro_batch: MicroBatch, progress: AccumulationState) -> Any:
+        """Run the second pass of one micro-batch; in a step of one, all of it."""
+        if not self._kept:
+            return super()._run_micro_batch(micro_batch, progress)
+        kept = self._kept[len(progress.aux)]
+        kept.generators.restore()
+        found, nest = self._represent(micro_batch, progress)
+        if nest != kept.nest or [*map(_describe, found)] != [*map(_describe, kept.tensors)]:
+            raise InvalidArgument(_OTHERS)
+        pairs = [(one, first) for one, first in zip(found, kept.tensors, strict=True) if one is not None]
+        self._are_same += [_is_same(one.detach(), first.detach()) for one, first in pairs if first is not None]
+        trained = [(one, first.grad) for one, first in pairs if first is not None and first.grad is not None]
+        if not self.leaves_are_known:
+            for one, _ in trained:
+                self.workload.check_leaves(one)
+            self.leaves_are_known = True
+        progress.phase, progress.running = "backward", "the backward pass of your representations"
+        if trained:
+            torch.autograd.backward([one for one, _ in trained], [rows for _, rows in trained])
+        progress.running = ""
+        self._join_sparse_rows(progress)
+        return None
+
+    @property
+    def _step(self) -> WholeBatch:
+        assert isinstance(self.workload.step, WholeBatch)  # noqa: S101 - narrows for mypy
+        return self.workload.step
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        with self.workload.watch() if self._is_watched else nullcontext():
+            return function(*arguments)
+
+
+def accumulation_for(workload: Workload) -> type[Accumulation]:
+    """Return the class that accumulates the gradients of a workload whose parameters are not sharded."""
+    return WholeBatchAccumulation if isinstance(workload.step, WholeBatch) else Accumulation
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _describe(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return whether all values are equal; nan equals nan, as in a step whose scaler finds it later."""
+    return ((one == other) | ((one != one) & (other != other))).all()  # noqa: PLR0124 - nan alone is not itself
+
+
+def _refuse_unlike(first: Kept, kept: Kept) -> None:
+    """Refuse representations that cannot be joined with those of the first micro-batch."""
+    pairs = [*zip(first.tensors, kept.tensors, strict=False)]
+    unlike = [(one, other) for one, other in pairs if _describe_row(one) != _describe_row(other)]
+    if first.nest == kept.nest and not unlike:
+        return
+    shapes = [f"{None if one is None else (tuple(one.shape), one.dtype)}" for one in (unlike[0] if unlike else ())]
+    differ = f"a tensor of {shapes[0]} in one and {shapes[1]} in another" if shapes else "other containers in each"
+    raise InvalidArgument(
+        f"represent() returned unlike representations of two micro-batches ({differ}): return rows of one shape, such "
+        f"as one vector a sample, or pad them to a fixed length"
+    )
+
+
+def _describe_row(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape[1:], tensor.dtype, tensor.requires_grad)
