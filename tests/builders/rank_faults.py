@@ -74,11 +74,11 @@ class RankJudge(Judge):
         """Run the undisturbed step, before an error is owed to the next call."""
         training = self.training(self.case, **self.options)
         self._planned = training.runner.step(training.batch).micro_batch_sizes
+        self._note_summing(training)
         self._commit(self._planned)
 
     def _judge(self, training: Training, before: dict[str, Any], ending: str, result: Any) -> str:
-        passes = getattr(training.runner._ranks, "passes", None)
-        self._summing = IN_EACH if passes is None else passes.summing
+        self._note_summing(training)
         endings = {*_gather(ending)}
         if not {"reported"} <= endings <= {"reported", ""}:
             return super()._judge(training, before, ending, result)
@@ -92,6 +92,10 @@ class RankJudge(Judge):
         if verdict not in OUTCOMES:
             return verdict
         return ending or "the next step was made after an update that one rank lacks"
+
+    def _note_summing(self, training: Training) -> None:
+        passes = getattr(training.runner._ranks, "passes", None)
+        self._summing = IN_EACH if passes is None else passes.summing
 
     def _commit(self, sizes: tuple[int, ...]) -> tuple[dict[str, Any], torch.Tensor]:
         key = _gather((sizes, self._summing))
