@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -301,6 +302,8 @@ class Runner(StepRunner):
             pass_samples=self._progress.samples,
             batch_lists=self._batches.lists,
             counted_per_sample=self._accumulation.counted_per_sample,
+            summing_wait=self._memory.summing.wait,
+            summing_left=self._memory.summing.left,
         ).model_dump(mode="json")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -316,6 +319,7 @@ class Runner(StepRunner):
         pace = found.resume(self._memory.make_pace(found.smallest_micro_batch))
         self._accumulation.smallest = found.smallest_micro_batch
         self._accumulation.counted_per_sample = found.counted_per_sample
+        self._memory.summing = replace(self._memory.summing, wait=found.summing_wait, left=found.summing_left)
         self._batches.lists = found.batch_lists
         self.steps = self._memory.first_step = found.steps
         self._progress.resume(found.passes, found.pass_samples)

@@ -96,7 +96,10 @@ class Agreement:
 
     def _send(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         owed, self._channel.owed = self._channel.owed, None
-        return self._channel.exchange(owed or message)
+        messages = self._channel.exchange(owed or message)
+        if all("update" in one for one in messages):  # every rank has raised the error of its own update
+            messages = self._channel.exchange(message)
+        return messages
 
     def _explain(self, failures: Mapping[int, Mapping[str, str]]) -> AutobatchError:
         listed = self._channel.list_by_rank({rank: failure["error"] for rank, failure in failures.items()})

@@ -47,8 +47,8 @@ class SharedStep:
             ranks: The ranks.
             name: ``"step 3"`` or ``"accumulate 3"``.
             optimizer: Optimizer whose learning rates must be equal; ``None``: they are not compared.
-            meets_again: Whether something may fail on one rank between the sum and the update. Then ``settle`` is
-                another exchange.
+            meets_again: Whether something may fail on one rank between the sum and the update, such as clipping. Then
+                ``settle`` is another exchange, in which buffers and rates are compared.
         """
         self.ranks: tuple[RankStep, ...] = ()
         self.is_agreed = False
@@ -139,7 +139,6 @@ class SharedStep:
         slots, total = [GradientSlot(parameter, sums) for parameter in whole], make_loss(parameters)
         if any(slot.is_sparse() for slot in slots):
             raise InvalidArgument("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
-        _fill(slots, [parameter for parameter, gradient in earlier.items() if gradient is not None])
         for slot in slots:
             slot.lay_out()
         if sums:  # each becomes a gradient in less memory than it takes itself, but for the first one
@@ -147,15 +146,14 @@ class SharedStep:
             torch.empty_like(largest, dtype=gradient_dtype(largest))
         total.grad = None if loss is None else loss.detach().to(total, copy=True).reshape(())
         self._ranks.reduction.reserve([*whole, total])
-        self._buffers = self._copy_buffers()
         values = {
             "gradients": _digest(slot.has_any() for slot in slots),
             "trains": _digest(parameter.requires_grad for parameter in parameters if not has_shards(parameter)),
             "earlier": digest_values([*earlier.values()]),
-            "buffers": "" if self._buffers is None else self._buffers.description,
-            "rates": _read_rates(self._optimizer),
             "divisor": None if loss is None else [counted, unit, states],
         }
+        if not self._meets_again:
+            values |= self._describe_update()
         self._block.enter_context(deferred_interrupts())  # until close(): the other ranks wait for this one
         self._ranks.own_time.stop()
         gathered = self._agreement.gather("update", did={**did, "seconds": self._ranks.own_time.read()}, **values)
@@ -200,8 +198,7 @@ class SharedStep:
         """
         if self._factor is None:
             return None
-        if self._buffers is not None:
-            self._buffers.send(self._wrapper.process_group, self._ranks.channel)
+        self._send_buffers()
         self._ranks.reduction.sum(self._slots, self._factor)
         _correct([parameter for parameter in parameters if has_shards(parameter)], sums, self._factor)
         return self._slots[-1].parameter.grad
@@ -211,9 +208,10 @@ class SharedStep:
 
         DistributedDataParallel sends buffers when a step begins, but a step that is run again would undo that.
         """
-        if self._meets_again:
-            self._meet_again()
+        if self._meets_again:  # hooks that ran since may have set buffers and rates
+            self._refuse_differences(self._meet_again(**self._describe_update()))
             self._end()
+            self._send_buffers()
         if self._buffers is not None:
             self._buffers.write()
 
@@ -225,8 +223,18 @@ class SharedStep:
         self._agreement.end()
         self.is_agreed = True
 
-    def _meet_again(self) -> None:
-        self._agreement.gather("after the sum")
+    def _meet_again(self, **values: Any) -> list[dict[str, Any]]:
+        return self._agreement.gather("after the sum", **values)
+
+    def _describe_update(self) -> dict[str, Any]:
+        """Copy the buffers, and return what must be equal on all ranks right before the update."""
+        self._buffers = self._copy_buffers()
+        description = "" if self._buffers is None else self._buffers.description
+        return {"buffers": description, "rates": _read_rates(self._optimizer)}
+
+    def _send_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.send(self._wrapper.process_group, self._ranks.channel)
 
     def _copy_buffers(self) -> SharedBuffers | None:
         return SharedBuffers(broadcast_buffers_of(self._wrapper))
@@ -234,10 +242,11 @@ class SharedStep:
     def _refuse_differences(self, gathered: Sequence[Mapping[str, Any]]) -> None:
         """Refuse what would move the ranks' parameters apart."""
         for name, message in _MUST_BE_EQUAL.items():
-            self._agreement.refuse_unlike([values[name] for values in gathered], message)
+            self._agreement.refuse_unlike([values.get(name) for values in gathered], message)
         # A scheduler may have set them by a number of one rank, such as the loss of its own validation samples.
-        if not all(_are_close(values["rates"], gathered[0]["rates"]) for values in gathered):
-            shown = {rank: ", ".join(map(str, values["rates"])) for rank, values in enumerate(gathered)}
+        rates = [values.get("rates", ()) for values in gathered]
+        if not all(_are_close(one, rates[0]) for one in rates):
+            shown = {rank: ", ".join(map(str, one)) for rank, one in enumerate(rates)}
             raise self._agreement.refuse(
                 InvalidArgument(
                     f"learning rates differ between the ranks ({self._ranks.channel.list_by_rank(shown)}), so the "

@@ -33,13 +33,14 @@ from autobatch.step.loop_guard import find_hooks
 from autobatch.step.model_info import is_compiled
 from autobatch.step.totals import refuse_totals
 from autobatch.step.workload import Workload, split_output
+from autobatch.torch_internals.storages import has_shards
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.batches import cut_weighed, find_least_size, refuse_larger_micro_batches
 from autobatch.training.given_backward import Backward
 from autobatch.training.misuse import BatchWatch, GradientWatch
 from autobatch.training.stated_counts import StatedCounts, check_counts, find_doubtful, read_stated
 from autobatch.training.weights import StepLoss, check_additive
-from autobatch.undo.gradients import Float32Sums, join_sparse_rows
+from autobatch.undo.gradients import Float32Sums, gradient_dtype, join_sparse_rows
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 from autobatch.undo.written_memory import WrittenMemory
@@ -266,6 +267,13 @@ class Accumulation:
         check_additive(progress.micro_batches, smaller)
         progress.begin_again(smaller)
 
+    def fill(self, undo: Undo) -> None:
+        """Give zeros to parameters that have only an earlier gradient: their update needs state and room, too."""
+        for parameter, gradient in zip(undo.gradients.parameters, undo.gradients.gradients, strict=True):
+            has_none = parameter.grad is None and parameter not in self._sums.by_parameter
+            if gradient is not None and has_none and parameter.requires_grad and not has_shards(parameter):
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+
     def agree(self, progress: AccumulationState, undo: Undo, shared: SharedStep, did: Mapping[str, int]) -> bool:
         """Let all ranks agree that they make the step; see ``SharedStep.agree``."""
         if self._stated.is_due:
@@ -319,15 +327,12 @@ class Accumulation:
     def commit(self, undo: Undo) -> None:
         """Drop the record: nothing is undone from here on."""
         undo.find_lost()  # so that the next record copies it
-        if self._is_watched:
-            self._parameters = self.workload.parameters()  # a first forward pass may have made some
         self.counted_per_sample = self._counted
         self._end(undo)
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the last step, once its update is made."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        """Drop the gradients of the last step, once its update is made; a forward pass may have made parameters."""
+        self.workload.drop_gradients()
 
     def _end(self, undo: Undo) -> None:
         self._sums.end()

@@ -228,8 +228,8 @@ class StepRunner:
         self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
     ) -> AccumulationState | None:
         """Run one step: all of it, or nothing happened. ``None``: no sample counts, so that a mean has no value."""
-        accumulation, pace, handled = self._accumulation, self._memory.pace, sys.exc_info()[1]
-        applied = self._update if update else None
+        accumulation, applied, handled = self._accumulation, self._update if update else None, sys.exc_info()[1]
+        pace, summing = self._memory.pace, self._memory.summing
         undo = accumulation.record()  # before anything moves
         try:
             if undo.gradients.are_there:
@@ -241,7 +241,9 @@ class StepRunner:
                 undo.restart()
                 accumulation.cut_again(progress, self._memory.after_shortage(self.steps, shortage))
             while not self._agree(progress, undo, shared, applied):
-                pass  # another rank has gradients that this one lacked: now it has zeros, and makes room for them
+                # Another rank has gradients that this one lacked: now it has zeros, and makes state in the same order.
+                if applied is not None:
+                    applied.cancel()
             accumulation.complete(progress, undo, shared)
             if progress.loss.value is not None:
                 self._finish(undo, shared, applied)
@@ -249,25 +251,31 @@ class StepRunner:
         except BaseException as error:
             if undo.is_released:  # the commit was made
                 raise
-            if applied is not None:
-                applied.cancel()
-            self._memory.pace = pace  # a step that was undone does not count
+            self._memory.pace, self._memory.summing = pace, summing  # a step that was undone does not count
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
-                accumulation.undo(undo)
+                self._undo(undo, applied)
                 raise
             reason = describe_error(error, handled=handled)
         else:
-            accumulation.undo(undo)
+            self._undo(undo, applied)
             return None
-        accumulation.undo(undo)
+        self._undo(undo, applied)
         self._device.reclaim()
         raise self._explain_shortage(shared, reason)
+
+    def _undo(self, undo: Undo, applied: Update | None) -> None:
+        with deferred_interrupts():
+            try:
+                if applied is not None:
+                    applied.cancel()
+            finally:
+                self._accumulation.undo(undo)
 
     def _explain_shortage(self, shared: SharedStep | None, reason: str) -> AutobatchError:
         """Return the error of a step that ran out of memory after its micro-batches, and was undone."""
         if shared is not None and shared.is_agreed:
             return CannotRetry(
-                f"ran out of memory after the ranks had agreed on the update ({reason}): this rank's parameters lack "
+                f"ran out of memory after the ranks had agreed on the step ({reason}): this rank's parameters lack "
                 f"it, {explain_no_retry(self.steps, self.plan)}"
             )
         return DoesNotFit(
@@ -281,6 +289,7 @@ class StepRunner:
         """Let all ranks make the step, or none, after what can fail on one of them alone; see ``SharedStep.agree``."""
         if shared is None:
             return True
+        self._accumulation.fill(undo)
         self._make_room(applied)
         return self._accumulation.agree(progress, undo, shared, self._memory.read_peaks())
 
@@ -361,8 +370,11 @@ class StepRunner:
         if self._ranks is None:
             return None
         given = {"optimizer": self._workload.optimizer, "max_grad_norm": self._max_grad_norm} if update else {}
+        scales = self._update is not None and self._update.scaler is not None
+        # Unscaling, clipping, and what a framework calls there come after the sum, and may fail on one rank alone.
+        meets_again = self._calls_between or (update and (scales or self._max_grad_norm is not None))
         name = f"{'step' if update else 'accumulate'} {self.steps}"
-        return begin_step(self._ranks, name, meets_again=self._calls_between, **given)
+        return begin_step(self._ranks, name, meets_again=meets_again, **given)
 
     def _read_norm(self, shared: SharedStep | None) -> torch.Tensor | None:
         source = shared if isinstance(shared, ShardedStep) else self._update

@@ -55,7 +55,7 @@ class StepMemory:
         self._plan, self._workload, self._device = plan, workload, device
         self._division, self._events = division, events
         self._free = _FreeMemory(plan, workload, device)
-        self.pace, self._summing = self.make_pace(plan.smallest_micro_batch), SummingPace.of(plan)
+        self.pace, self.summing = self.make_pace(plan.smallest_micro_batch), SummingPace.of(plan)
         self._most_bytes: int | None = None  # that the running step can reach
         self.first_step, self.peak_bytes, self.held_bytes, self._has_thrashed = 0, 0, 0, False
 
@@ -127,7 +127,7 @@ class StepMemory:
     def choose_summing(self) -> Summing:
         """Return how often this rank's memory lets gradients of sharded parameters be summed in the step."""
         need = self.pace.curve.peak_reserved(self.pace.size) if self.pace.curve is not None else 0
-        return self._summing.choose(need, self._most_bytes)
+        return self.summing.choose(need, self._most_bytes)
 
     def check_update(self, summed: Collection[torch.Tensor] = ()) -> None:
         """Refuse an update that does not fit, while the step can still be undone; see ``Update.make_state``."""
@@ -138,7 +138,7 @@ class StepMemory:
         if not shortage.failed_size:  # another rank ran out of memory
             return self.pace.size
         if shortage.has_held_sums:
-            self._summing = self._summing.after_shortage()
+            self.summing = self.summing.after_shortage()
             self._events.report_retry(step, shortage, self.pace.size, self._device.usage().allocated)
             return self.pace.size
         used, least = self._device.usage().allocated, max(shortage.least_size, self.pace.smallest)
@@ -151,7 +151,7 @@ class StepMemory:
 
     def after_step(self, next_step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Choose the next step's size, after these micro-batches have run."""
-        self._summing = self._summing.after_step()
+        self.summing = self.summing.after_step()
         largest = max([micro_batch.scale for micro_batch in micro_batches], default=0)
         self.change(self.pace.after_step(largest, thrashed=self._has_thrashed), next_step)
 

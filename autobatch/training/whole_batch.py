@@ -91,7 +91,7 @@ class WholeBatchAccumulation(Accumulation):
                 raise CannotRetry(
                     f"the step wrote for the first time into a tensor of shape {tuple(lost[0].shape)}, so there is no "
                     f"copy with which its second pass can begin: it keeps what was written, all else was restored; "
-                    f"run the step again, and there will be a copy"
+                    f"name its owner in keep=, or run the step again, and there will be a copy"
                 )
             after = self._record()
             undo.rewind()

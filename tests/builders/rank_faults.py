@@ -104,7 +104,7 @@ class RankJudge(Judge):
             cut_into(training.runner, sizes)
             if self._summing == IN_EACH:  # as after a shortage
                 memory: Any = training.runner._memory
-                memory._summing = memory._summing.after_shortage()
+                memory.summing = memory.summing.after_shortage()
             result = training.runner.step(training.batch)
             assert (result.micro_batch_sizes, result.retries) == (sizes, 0)
             self._committed[key] = _comparable(training.state()), result.loss

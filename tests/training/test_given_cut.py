@@ -153,7 +153,7 @@ def test_a_plan_by_length_needs_its_cut():
 NO_FUNCTIONS = [object, int, 3, "equal", autobatch.by_length, lambda batch: [batch], list]
 
 
-@pytest.mark.parametrize("cut", NO_FUNCTIONS, ids=repr)
+@pytest.mark.parametrize("cut", NO_FUNCTIONS, ids=range(len(NO_FUNCTIONS)))
 def test_what_cannot_cut_is_refused_at_once(cut):
     """By a Runner, ``fit`` and ``verify``: not when the first batch comes."""
     model, batch = nn.Linear(4, 1), torch.zeros(4, 4)
@@ -169,7 +169,7 @@ def test_what_cannot_cut_is_refused_at_once(cut):
         autobatch.verify(model, batch, step, cut=cut)
 
 
-@pytest.mark.parametrize("weigh", [object, float, lambda: 1, lambda batch, size: 1], ids=repr)
+@pytest.mark.parametrize("weigh", [object, float, lambda: 1, lambda batch, size: 1], ids=range(4))
 def test_what_cannot_weigh_is_refused_at_once(weigh):
     """By a Runner, before its first step."""
     model = nn.Linear(4, 1)

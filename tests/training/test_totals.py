@@ -8,6 +8,7 @@ from torch import nn
 
 import autobatch
 from autobatch import InvalidArgument
+from autobatch.step.totals import refuse_totals
 
 BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -15,6 +16,19 @@ BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 def parts_of(model, batch):
     out = model(batch)
     return out.square().mean(), out.abs().mean(), out.exp().mean()
+
+
+class Mul(torch.autograd.Function):
+    """A loss that is not linear, in a node whose name begins as that of a product."""
+
+    @staticmethod
+    def forward(ctx, value):
+        ctx.save_for_backward(value)
+        return value.exp()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].exp()
 
 
 TOTALS = {
@@ -35,6 +49,7 @@ TERMS = {
     "equal values": lambda a, b, c: {"a": a, "again": a.square().sqrt()},
     "a sum that has the value of one more": lambda a, b, c: {"loss": a, "b": b, "c": (a - b).detach() + 0 * c},
     "zeros": lambda a, b, c: {"loss": 0 * a, "b": 0 * b, "c": 0 * c},
+    "entries of a stack": lambda a, b, c: {"a": a, "worst": torch.stack([a, b])[1]},
     "parts beside it": lambda a, b, c: (a + b, {"a": a, "b": b}),
 }
 
@@ -85,32 +100,11 @@ def test_terms_of_their_own_are_trained(name):
         torch.testing.assert_close(gradient, parameter.grad)
 
 
-class Opaque(torch.autograd.Function):
-    """Two losses and their total from one node, as a compiled model has it."""
-
-    @staticmethod
-    def forward(ctx, a, b, c):
-        return a + b, a.clone(), b.clone(), c.clone()
-
-    @staticmethod
-    def backward(ctx, total, a, b, c):
-        return total + a, total + b, c
-
-
-def test_a_total_of_a_compiled_model_is_known_by_its_value():
-    """Its graph is one node; a third term that is no part of it does not hide the others' sum."""
-    model = nn.Linear(4, 3)
-
-    def step(model, batch):
-        return dict(zip(("loss", "a", "b"), Opaque.apply(*parts_of(model, batch)), strict=False))
-
-    with pytest.raises(InvalidArgument, match="twice"):
-        autobatch.fit(model, 8, batch=BATCH, step=step, progress=False, reuse=False)
-
-    def terms(model, batch):
-        return dict(zip(("a", "b", "c"), Opaque.apply(*parts_of(model, batch))[1:], strict=True))
-
-    assert autobatch.fit(model, 8, batch=BATCH, step=terms, progress=False, reuse=False)
+def test_what_is_not_linear_in_a_term_is_no_total_of_it():
+    """A product of two losses, a ratio, and a function whose node is named as a product."""
+    a, b, _ = parts_of(nn.Linear(4, 3), BATCH)
+    for other in (a * b, a / b, a * a, Mul.apply(a)):
+        refuse_totals({"a": a, "b": b, "other": other})
 
 
 @pytest.mark.predicts

@@ -33,7 +33,7 @@ class ShardedStep(SharedStep):
         meets_again: bool = False,
     ) -> None:
         """Send nothing yet; gradients are clipped to ``max_grad_norm`` over all ranks."""
-        super().__init__(ranks, name, optimizer, meets_again=meets_again or max_grad_norm is not None)
+        super().__init__(ranks, name, optimizer, meets_again=meets_again)
         self.passes, self._max_grad_norm, self._replicas = ranks.passes, max_grad_norm, ranks.replicas
 
     def begin(self) -> None:
@@ -83,16 +83,15 @@ class ShardedStep(SharedStep):
     def _copy_buffers(self) -> None:
         """Each rank keeps its own buffers, as with ``fully_shard``."""
 
-    def _meet_again(self) -> None:
+    def _meet_again(self, **values: Any) -> list[dict[str, Any]]:
         if self._max_grad_norm is None:
-            super()._meet_again()
-        else:
-            self._clip(self._max_grad_norm)
+            return super()._meet_again(**values)
+        return self._clip(self._max_grad_norm, values)
 
-    def _clip(self, most: float) -> None:
+    def _clip(self, most: float, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does; its collectives would wait for a rank that fails."""
         parts, whole = _split_gradients(self._optimizer)
-        gathered = self._agreement.gather("clip", square=_sum_squares(parts), whole=_sum_squares(whole))
+        gathered = self._agreement.gather("clip", square=_sum_squares(parts), whole=_sum_squares(whole), **values)
         square = math.fsum(values["square"] for values in gathered) / self._replicas
         square += gathered[0]["whole"]  # the same on each rank
         norm = math.sqrt(square)
@@ -101,6 +100,7 @@ class ShardedStep(SharedStep):
         if not factor >= 1:  # not "<", which is false for nan
             for gradient in (*parts, *whole):
                 gradient.mul_(factor)
+        return gathered
 
 
 def _split_gradients(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
