@@ -186,3 +186,30 @@ def test_a_batch_is_freed_with_the_last_name_that_the_loop_has_for_it(make):
         assert not [reference for reference in references if reference() is not None]
     finally:
         gc.enable()
+
+
+def test_a_parameter_that_a_later_forward_pass_makes_gives_up_its_gradient():
+    """The next step begins without it, also where the optimizer holds the parameter by then."""
+    model, calls = nn.Linear(3, 1), []
+
+    def step(model, rows):
+        calls.append(1)
+        if len(calls) == 5:
+            model.new = nn.Linear(3, 1, bias=False)
+            nn.init.zeros_(model.new.weight)
+        out = model(rows)
+        return (out + model.new(rows) if hasattr(model, "new") else out).mean()
+
+    def mean(model, rows):
+        return model(rows).mean()
+
+    rows = torch.ones(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = autobatch.fit(model, 4, batch=rows, step=mean, check=None)
+    runner = autobatch.Runner(plan, model, step, optimizer)
+    while not hasattr(model, "new"):
+        runner.step(rows)
+    assert model.new.weight.grad is None
+    optimizer.add_param_group({"params": model.new.parameters()})
+    runner.step(rows)
+    torch.testing.assert_close(model.new.weight.detach(), torch.full((1, 3), -0.1))
