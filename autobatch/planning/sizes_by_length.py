@@ -48,9 +48,24 @@ def divide_by_length(
 ) -> tuple[int, ...]:
     """Return how many samples each micro-batch has; ``lengths`` are those of the samples, the longest first.
 
-    They are the fewest micro-batches, each with as many samples as ran together. ``scale`` is the most samples at the
-    shortest edge now. A rest of fewer than ``smallest`` joins the micro-batch before it.
+    As few micro-batches as can be, each as nearly the same part of what was tried as whole samples allow. ``scale`` is
+    the most samples at the shortest edge now. What would be fewer than ``smallest`` joins the micro-batch before it.
     """
+    division = _divide_greedily(lengths, sizes, scale, smallest)
+    low, high = 0, scale
+    while high - low > 1:
+        middle = (low + high) // 2
+        fewer = _divide_greedily(lengths, sizes, middle, smallest)
+        if len(fewer) == len(division):
+            division, high = fewer, middle
+        else:
+            low = middle
+    return division
+
+
+def _divide_greedily(
+    lengths: Sequence[int], sizes: Sequence[SizeAtLength], scale: int, smallest: int
+) -> tuple[int, ...]:
     parts: list[int] = []
     done = 0
     while done < len(lengths):
