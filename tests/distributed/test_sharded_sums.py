@@ -127,7 +127,7 @@ def run_out_of_memory(place):
     result = training.runner.step(training.batch)
     handle.remove()
     memory = other.runner._memory
-    memory._summing = memory._summing.after_shortage()
+    memory.summing = memory.summing.after_shortage()
     other.runner.step(other.batch)
     same = all(map(torch.equal, training.bits(), other.bits()))
     retried = [event.sums_in_each for event in training.events if isinstance(event, Retried)]

@@ -80,9 +80,3 @@ def all_ranks_read_the_same_samples(real, self, batch):
     """Each rank trains on the first rank's samples."""
     part = real(self, batch)
     return slice(0, part.stop - part.start)
-
-
-@bug("autobatch.distributed.sharded.ranks.count_replicas", f"{SHARDED_RUNNER}::test_replicas_of_shards_are_summed_too")
-def replicas_are_counted_in_the_norm(real, model):
-    """HSDP clips by a norm in which each shard counts as often as it has replicas."""
-    return 1

@@ -94,7 +94,7 @@ def an_updates_gradients_stay(real, self):
     "autobatch.training.step_memory.StepMemory.check_update",
     f"{RUNNER}::test_an_update_without_room_is_undone_before_it_begins",
 )
-def an_update_begins_without_room(real, self):
+def an_update_begins_without_room(real, self, summed=()):
     """The optimizer runs out of memory in the middle of its step, which cannot be undone."""
 
 
