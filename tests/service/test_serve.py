@@ -127,7 +127,7 @@ def test_a_home_that_is_a_file_costs_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "file"))
     (tmp_path / "file").touch()
     code, printed = run(capsys, "serve", "token", "list")
-    assert (code, len(printed.splitlines())) == (1, 1)
+    assert (code, len(printed.splitlines())) == (2, 1)
 
 
 @pytest.mark.parametrize(
