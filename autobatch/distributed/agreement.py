@@ -1,8 +1,8 @@
 """Lets a call succeed on all ranks, or raise on all.
 
 All ranks exchange messages at the same points of a call. A rank that fails sends its error at the next point, so all
-ranks stop and none waits. After the last point of a step no rank waits for another: an error there is owed, and sent in
-place of this rank's next message, whichever call that is.
+ranks stop and none waits. After the last point of a step no rank waits for another. A rank that fails there sends its
+error in place of its next message, in whichever call.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Ranks:
     Attributes:
         model: The user's model, wrapped.
         number: Number that tells one Runner from another, the same on all ranks.
-        by_term: Whether ``weigh`` counts each term by itself, as all ranks know it; ``None`` until a rank has samples.
+        by_term: Whether ``weigh`` counts each term by itself, the same on all ranks; ``None`` until a rank has samples.
     """
 
     by_term: bool | None = None

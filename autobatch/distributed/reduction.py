@@ -122,7 +122,7 @@ class Reduction:
 
 
 def make_loss(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a scalar whose ``.grad`` takes the loss, so that it is summed like a gradient; alike on every rank."""
+    """Return a scalar, the same on each rank, whose ``.grad`` takes the loss: it is summed like a gradient."""
     is_wide = any(parameter.dtype is torch.float64 for parameter in parameters)
     return torch.empty((), dtype=torch.float64 if is_wide else torch.float32, device=parameters[0].device)
 

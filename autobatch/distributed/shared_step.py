@@ -216,7 +216,7 @@ class SharedStep:
             self._buffers.write()
 
     def finish(self) -> None:
-        """Note that this rank has made the update: an error of it is no longer the others'."""
+        """Note that this rank has made the update: later errors concern this rank alone."""
         self.is_agreed = False
 
     def _end(self) -> None:

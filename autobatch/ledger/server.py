@@ -5,13 +5,14 @@ Nothing that a server does may hurt a training: an answer has a deadline and a l
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - a look-up of a name imports it, and a child forked meanwhile would have half of it
 import json
 import os
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late  # not Python's own one before 3.11
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,7 +71,7 @@ class Server:
         try:
             status, kind, content = self._send(method, path, body, seconds)
             answer = json.loads(content) if 200 <= status < 300 else None
-        except (OSError, HTTPException, ValueError, RecursionError) as error:
+        except Exception as error:  # noqa: BLE001 - on this side or on the way, so nothing is wrong with the record
             raise ServerAway(f"{type(error).__name__}: {error}") from None
         if answer is not None:
             return answer

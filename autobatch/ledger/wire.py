@@ -7,6 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from autobatch.service.records import (
     RunSetback,
     RunSummary,
 )
+
+with suppress(ImportError):  # Windows has none
+    import pwd  # noqa: F401 - getpass imports it, in a thread where a child that is forked meanwhile would have half of it
 
 SUMMARY_S = 30.0
 _LATE = 0.2  # of it: a line may be written so long after its time
@@ -133,7 +137,7 @@ def read_cards(device: DeviceInfo) -> tuple[CardReading, ...]:
 
 def _own_bytes() -> int:
     try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
 

@@ -535,6 +535,44 @@ assert os.waitpid(child, 0)[1] == 0
     assert {team.runs[run].plan_id: team.summaries[run, 0].steps for run in team.runs} == {"a1": 5, "b1": 1}
 
 
+def test_the_thread_imports_nothing(team):
+    """A child that is forked during an import has half of that module for good."""
+    program = f"""
+import sys, threading
+class Watch:
+    late = []
+    def find_spec(name, *_):
+        if threading.current_thread() is not threading.main_thread():
+            Watch.late.append(name)
+sys.meta_path.insert(0, Watch)
+{STEPS}
+from autobatch.ledger.courier import _couriers
+[courier.end() for courier in _couriers.values()]
+print(Watch.late)
+"""
+    assert run_process(program) == ("[]\n", "")
+    assert len(team.runs) == 1
+
+
+@pytest.mark.parametrize("error", [LookupError("unknown encoding: idna"), ImportError("half a module"), MemoryError()])
+def test_no_record_is_lost_by_an_error_on_this_side(team, tmp_path, monkeypatch, error):
+    """Only what the server refuses, or what is damaged, is left out."""
+    Ledger.open().remember(make_plan(fingerprint=PRINT))
+    wait_for(lambda: not outbox(tmp_path))
+    courier = Courier(tmp_path, Server.named())
+    courier.note_everything()
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", fail)
+        with pytest.raises(ServerAway):
+            courier.hand_in(everything=True)
+    assert len(outbox(tmp_path)) == 1
+    assert courier.hand_in(everything=True) == 1
+
+
 def test_of_an_error_only_the_type_is_handed_in(team, tmp_path, monkeypatch):
     """Its text may quote data; with the variable the first line too."""
     monkeypatch.setattr(courier_module, "_SILENT_S", -float("inf"))

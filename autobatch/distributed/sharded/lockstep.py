@@ -247,7 +247,7 @@ class Lockstep(Passes):
         self.running, self._pass, self._now, self._is_followed = name, known, [], known.is_known
 
     def _play_rest(self) -> None:
-        """Take part in the rest of the pass with zeros; raise RankLost if there is no memory for them.
+        """Take part in the rest of the pass with zeros; raise RankLost if they do not fit in memory.
 
         In an unknown pass the others learn from the next exchange that this rank fails.
         """
