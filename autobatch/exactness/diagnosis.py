@@ -181,7 +181,9 @@ def _find_moving_state(measured: Measurement, partitions: Sequence[Parts]) -> tu
     causes: tuple[str, ...] = ()
 
     def matters(renewed: Measurement) -> bool:
-        return not all(is_near(renewed.values(one), measured.values(one), TOLERANCE) for one in partitions[:2])
+        # A micro-batch without a finite gradient (the deviation of one sample) has none either time.
+        values = [[one.values(parts).nan_to_num() for one in (renewed, measured)] for parts in partitions[:2]]
+        return not all(is_near(renewed_values, plain, TOLERANCE) for renewed_values, plain in values)
 
     outside = measured.renewing("outside")
     if matters(outside):

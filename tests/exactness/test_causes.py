@@ -185,6 +185,16 @@ def standardised(model, batch):
     return F.cross_entropy((scores - scores.mean(0)) / (scores.std(0, correction=0) + 0.1), batch[1])
 
 
+def deviation(model, batch):
+    """Not a number for a micro-batch of one sample."""
+    scores = model(batch[0])
+    return F.cross_entropy(scores / (scores.std(0) + 0.1), batch[1])
+
+
+def correlation(model, batch):
+    return -torch.corrcoef(torch.stack([model(batch[0])[:, 0], batch[1].to(batch[0].dtype)]))[0, 1]
+
+
 def hardest(model, batch):
     losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
     return losses.topk(min(3, len(losses))).values.mean()
@@ -342,6 +352,8 @@ CASES: dict[str, tuple[Any, Any, Any, Any, set[str]]] = {
     "draws that nobody holds": (with_batch_norm, drawing_by_itself(), None, BATCH, {"unsteady"}),
     # Statistics over the batch, and what draws.
     "standardised over the batch": (small, standardised, None, BATCH, {"coupled"}),
+    "no deviation of one sample": (small, deviation, None, BATCH, {"coupled"}),
+    "correlation over the batch": (small, correlation, None, BATCH, {"coupled"}),
     "in-batch negatives": (small, info_nce, None, BATCH, {"coupled"}),
     "the hardest": (small, hardest, None, BATCH, {"coupled"}),
     "a mean over samples chosen at random": (small, of_some, None, BATCH, {"weights"}),
