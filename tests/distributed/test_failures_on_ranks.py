@@ -311,9 +311,9 @@ def test_a_rank_on_which_nothing_counts_takes_part():
 
 def end_at(place, how):
     """A rank's process ends, or stops, at a place of its second step."""
-    wait_at_most(4.0)
     training = Training()
     training.runner.step(training.batch)
+    wait_at_most(100.0 if how == signal.SIGKILL else 4.0)
     before = training.bits()
     if dist.get_rank() == 1:
         arrange(training, place, lambda: os.kill(os.getpid(), how))
@@ -351,8 +351,8 @@ def test_a_rank_that_is_killed_ends_the_step_on_the_others(place):
 
 
 def stop_first():
-    wait_at_most(4.0)
     training = Training()
+    wait_at_most(4.0)
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     with pytest.raises(autobatch.errors.RankLost) as caught:
