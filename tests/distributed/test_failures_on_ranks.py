@@ -351,8 +351,8 @@ def test_a_rank_that_is_killed_ends_the_step_on_the_others(place):
 
 
 def stop_first():
-    training = Training()
     wait_at_most(4.0)
+    training = Training()
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     with pytest.raises(autobatch.errors.RankLost) as caught:
