@@ -145,7 +145,7 @@ def divisions_of(name, size):
 
 
 def choose_pairs(name, size):
-    """Divisions, and how often gradients are summed: all pairs in ``make proof``; else two by turns, from case to case."""
+    """Divisions, and how often gradients are summed: all pairs in ``make proof``; else two by turns."""
     divisions, first = divisions_of(name, size), [*CASES].index(name)
     if IN_PROOF:
         return [*itertools.product(divisions, SUMMINGS)]
