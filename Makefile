@@ -29,6 +29,10 @@ INTEGRATIONS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-integrations)
 # OpenMP threads that spin while they wait take the cores from those that work, wherever something else runs beside.
 export OMP_WAIT_POLICY ?= passive
 
+# Python keeps what it has compiled, whatever the shell says: tests start hundreds of processes, and to import torch takes
+# each of them 3 s less.
+unexport PYTHONDONTWRITEBYTECODE
+
 # pip compiles no modules ahead, most of which are never imported. Of an option that begins with "no" a variable says no.
 export PIP_NO_COMPILE := no
 

@@ -71,7 +71,9 @@ class Courier:
         self._home, self._outbox, self._pid = home, home / "outbox", os.getpid()
         self._own: dict[str, _Own | None] = {}  # marks of this process; None for plans and predictions
         self._followed: dict[str, _Followed] = {}
-        self._wake, self._done, self._is_ending = threading.Event(), threading.Event(), False
+        self._turn = threading.Condition()
+        self._asked = self._done = 0  # times that the thread was woken, and those that it has worked off
+        self._is_ending = False
         self._thread: threading.Thread | None = None
         self._failures = 0
         self.paths = os.environ.get("AUTOBATCH_SHARE_PATHS", "").strip().lower() in {"1", "on", "true", "yes"}
@@ -116,8 +118,9 @@ class Courier:
             except RuntimeError:  # the interpreter ends, and starts no more
                 return
             self._thread = thread
-        self._done.clear()
-        self._wake.set()
+        with self._turn:
+            self._asked += 1
+            self._turn.notify_all()
 
     def note_failure(self, error: Exception) -> None:
         """Warn once in this process, and do not ask again at once."""
@@ -164,13 +167,15 @@ class Courier:
             return
         self._is_ending = True
         self.wake()
-        self._done.wait(_END_S)
+        with self._turn:
+            self._turn.wait_for(lambda: self._done == self._asked, _END_S)
 
     def _work(self) -> None:
         pause: float | None = 0.0
         while True:
-            self._wake.wait(pause)
-            self._wake.clear()
+            with self._turn:
+                self._turn.wait_for(lambda: self._done < self._asked, pause)
+                asked = self._asked
             try:
                 self.hand_in()
                 self._failures, self.away_until = 0, -float("inf")
@@ -181,8 +186,9 @@ class Courier:
             except Exception as error:  # noqa: BLE001 - no failure here is worth a training
                 self.note_failure(error)
                 pause = self.away_until - time.monotonic()
-            if not self._wake.is_set():
-                self._done.set()
+            with self._turn:
+                self._done = asked
+                self._turn.notify_all()
 
     def _note(self, name: str, content: str, own: _Own | None = None) -> None:
         self._outbox.mkdir(mode=0o700, parents=True, exist_ok=True)

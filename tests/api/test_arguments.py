@@ -10,6 +10,7 @@ import pytest
 import torch
 from calls import fit, make_runner
 from plans import make_plan
+from texts import Reader, count_tokens, length_of, make_texts, read_step
 from torch import nn
 from workloads import Plain, make_batch, mean_step
 
@@ -90,9 +91,12 @@ NO_BATCHES += [collections.deque([make_batch(4)]), torch.zeros(()), Rows, torch.
 NO_DATA = [None, 5, HUGE, {"x": 1}, iter([1]), [], torch.ones(()), Unprintable(), torch.utils.data.Dataset]
 NO_DEVICES = ["cuda:99", "nonsense", 5, object(), testing.FakeDevice, "meta", torch.device("meta")]
 NO_BYTES = [-1, True, "x", HUGE, LONGER_THAN_PYTHON_WRITES, [1], float("nan"), Fraction(HUGE), 1j, Unprintable()]
+NO_HEADROOMS = [1.0, -0.1, np.float32(1), "0.1", float("inf"), "5%", False, ""]
+NO_FUNCTIONS = [object, int, 3, "equal"]  # of a batch
 NO_NORMS = [HUGE, True, "1", float("nan"), 0, -1, [1.0], int, torch.ones(2)]
 NO_MARGINS = [HUGE, True, "0.1", None, float("nan"), 1, -0.1, Fraction(HUGE), 1j]
 NO_WEIGHTS = [HUGE, -HUGE, "4", b"4", None, [1.0], float("nan"), float("inf"), -1, {"a": HUGE}, {"a": "1"}]
+NO_WEIGHTS += [-1e-9, True, np.bool_(True), torch.tensor(True), torch.ones(1, 1) > 0]
 NO_STATES = [None, 5, [], {}, "x", {"epoch": HUGE}, {**share_state(), "seed": HUGE}, {**share_state(), "batch": HUGE}]
 NO_CHOICES = [True, 5, "x", [1], np.array(["warn", "raise"]), torch.ones(2)]
 NO_PATHS = [None, 5, True, HUGE, [], b"\0", "\0"]
@@ -100,8 +104,8 @@ NO_NAMES = [HUGE, True, [], b"ddp", 1.5, object(), int]
 SGD, STEP_LR = torch.optim.SGD, torch.optim.lr_scheduler.StepLR
 
 
-def verify(batch):
-    return autobatch.verify(Plain(torch.float32), batch, mean_step)
+def verify(batch=None, **options):
+    return autobatch.verify(Plain(torch.float32), make_batch(4) if batch is None else batch, mean_step, **options)
 
 
 def weigh(value):
@@ -112,18 +116,40 @@ def state_count(value):
     return fit(step=lambda m, b: autobatch.Mean(mean_step(m, b), count=value))
 
 
+def return_instead(change):
+    return fit(step=lambda m, b: change(mean_step(m, b)))
+
+
+def cut_texts(length_of=length_of, **options):
+    """A fit of samples by length, but for the changes."""
+    cut, given = autobatch.by_length(length_of, **options), {"step": read_step, "weigh": count_tokens, "check": None}
+    return autobatch.fit(Reader(), 12, batch=make_texts(), cut=cut, max_micro_batch=2, **given)
+
+
 # Of each call the names of arguments, "" for one by position, and the values that each of them refuses.
 REFUSED = [
     (fit, "accumulate_in_float32 reuse progress", SWITCHES),
     (fit, "target_batch", NO_SAMPLES),
     (fit, "max_micro_batch", NO_MOST),  # a bound may be large
     (fit, "budget headroom", NO_BYTES),
+    (fit, "headroom", NO_HEADROOMS),
     (fit, "objective check", NO_CHOICES),
-    (fit, "device", NO_DEVICES),
+    (fit, "cut", [*NO_FUNCTIONS, autobatch.by_length, lambda batch: [batch], list]),
+    (fit, "device", [*NO_DEVICES, "cuda", "cpu:1", torch.device("cuda:0")]),
     (fit, "batch", [*NO_BATCHES, (torch.zeros(4, 6, device="meta"), make_batch(4)[1])]),
     (fit, "optimizer", [SGD]),
     (fit, "model", [Plain]),
-    (fit, "step", [lambda m, b: m(b[0]).mean() * 1j]),
+    (fit, "step", [lambda m, b: m(b[0]).mean() * 1j, 0, [], {}, ""]),
+    (return_instead, "", [lambda loss: None, lambda loss: loss.item(), lambda loss: [loss, {}], lambda loss: (loss,)]),
+    (return_instead, "", [lambda loss: (loss, 1, 2), lambda loss: ({}, loss), lambda loss: (loss.expand(2), {})]),
+    (return_instead, "", [lambda loss: loss.expand(3), lambda loss: loss.expand(2, 0), lambda loss: loss.detach()]),
+    (return_instead, "", [lambda loss: loss > 0, lambda loss: {"loss": loss, "logits": loss.expand(3)}]),
+    (autobatch.by_length, "", [None, *NO_FUNCTIONS, 0.5, {"a": 1}, lambda: 1, lambda batch, size: batch]),
+    (cut_texts, "length_of", [[1, 2]]),
+    (cut_texts, "dims", [[1], "x", 5, {"tokens": 1}]),
+    (cut_texts, "dims", [{'batch["tokens"]': dim} for dim in (1.5, None, True, "1", 0, 2)]),
+    (cut_texts, "padding", ["both"]),
+    (verify, "cut", NO_FUNCTIONS),
     (verify, "batch", [*NO_BATCHES, torch.zeros(4, 6, device="meta")]),
     (predict, "expandable_segments scaler what_if progress", SWITCHES),
     (predict, "target_batch", NO_SAMPLES),
@@ -136,14 +162,19 @@ REFUSED = [
     (make_runner, "max_grad_norm", NO_NORMS),
     (make_runner, "scaler", [torch.amp.GradScaler, True, "yes", object(), 5]),
     (make_runner, "scheduler", [STEP_LR, True, "cosine", object(), 5, WantsEpoch(), WantsEpoch]),
-    (make_runner, "hooks", [[Rows], 5]),
-    (make_runner, "keep", [[nn.Linear], 5]),
+    (make_runner, "hooks", [[Rows], 5, [5], [[]], "abc", [None]]),
+    (make_runner, "keep", [[nn.Linear], 5, "metric", [{}, 3], [object()]]),
+    (make_runner, "cut", [*NO_FUNCTIONS, lambda batch: [batch], list]),
+    (make_runner, "backward", ["backward", 3, nn.Linear, object()]),
+    (lambda **options: make_runner().run([], **options), "epochs", [0, -1, 1.5, True, "2"]),
+    (lambda **options: make_runner().run([], **options), "drop_last", SWITCHES),
+    (lambda epochs: make_runner().run(iter([]), epochs=epochs), "epochs", [2]),
     (make_runner, "device", [testing.FakeDevice]),
     (lambda v: autobatch.Runner(fit(), Plain(), mean_step, v), "", [SGD, {}]),
     (lambda v: autobatch.Runner(v, Plain(), mean_step, None), "", ["plan.json", None]),
     (lambda v: autobatch.Runner(fit(), v, mean_step, None), "", [None, Plain]),
     (lambda v: autobatch.Runner(fit(), Plain(), v, None), "", ["step", 3]),
-    (make_runner, "weigh", [3, "tokens"]),
+    (make_runner, "weigh", [*NO_FUNCTIONS, lambda: 1, lambda batch, size: 1]),
     (weigh, "", NO_WEIGHTS),
     (state_count, "", [HUGE, "4", None, -1, float("nan")]),
     (share, "dataset", NO_DATA),
@@ -176,6 +207,7 @@ REFUSED = [
     (hooks.wandb, "", [5]),
     (hooks.mlflow, "", [5]),
     (hooks.prometheus, "labels", [5]),
+    (hooks.prometheus, "", [5]),
     (hooks.memory_snapshot, "", [5]),
     (lambda **options: hooks.memory_snapshot(".", **options), "most entries", ["x", -1]),
 ]

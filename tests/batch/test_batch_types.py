@@ -444,14 +444,6 @@ def test_only_classes_of_ones_own_are_registered(kind: Any) -> None:
         register(kind, count=len, take=Ragged.pick)
 
 
-def test_without_a_registration_the_type_is_named() -> None:
-    """And what to call, with its name in it."""
-    with pytest.raises(
-        InvalidArgument, match=r"a Ragged is no container .*register\(Ragged, count=\.\.\., take=\.\.\.\)"
-    ):
-        autobatch.fit(Tagger(), 2, batch=make_ragged(1, 2), step=score)
-
-
 # ------------------------------------------------------------------------------------------------------- graphs
 
 

@@ -10,7 +10,7 @@ from workloads import Plain, make_batch
 
 import autobatch
 from autobatch.batch.example import find_example
-from autobatch.errors import InvalidArgument, NeedsBatch
+from autobatch.errors import NeedsBatch
 
 
 class Sentences(Dataset):
@@ -117,10 +117,3 @@ def test_a_dict_with_attributes_is_a_batch_and_no_dataset(kind):
     """Whatever name it is asked for."""
     batch = kind(x=torch.randn(8, 4), y=torch.randn(8, 1))
     assert find_example(nn.Linear(4, 1), batch, 8).layout.count == 8
-
-
-@pytest.mark.parametrize("step", [0, [], {}, ""])
-def test_a_step_that_is_false_and_not_none_is_refused(step):
-    """It is not taken for the model's own loss."""
-    with pytest.raises(InvalidArgument, match="step="):
-        autobatch.fit(nn.Linear(4, 1), 8, batch=torch.randn(8, 4), step=step)

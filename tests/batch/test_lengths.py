@@ -198,51 +198,6 @@ def test_what_the_example_leaves_open_is_refused(name):
         padding_of(batch, lengths)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "match"),
-    [
-        (by_length([1, 2]), r"by_length\(\[1, 2\]\): length_of cannot be called with a batch; pass length_of\(batch\)"),
-        (
-            by_length(length_of, dims={'batch["tokens"]': 1.5}),
-            r"dims\['batch\[\"tokens\"\]'\]=1.5, and .* has dimensions 1 to 1",
-        ),
-        (by_length(length_of, dims={'batch["tokens"]': None}), "=None, and .* has dimensions 1 to 1"),
-        (by_length(length_of, dims={'batch["tokens"]': True}), "=True, and .* has dimensions 1 to 1"),
-        (by_length(length_of, dims={'batch["tokens"]': "1"}), "='1', and .* has dimensions 1 to 1"),
-        (by_length(length_of, dims={"tokens": 1}), "dims has 'tokens', and the batch has"),
-        (by_length(length_of, dims={'batch["tokens"]': 0}), "has dimensions 1 to 1 after that of its samples"),
-        (by_length(length_of, dims={'batch["tokens"]': 2}), "has dimensions 1 to 1 after that of its samples"),
-    ],
-)
-def test_what_is_no_lengths_argument_is_refused(lengths, match):
-    """Before anything is run."""
-    with pytest.raises(InvalidArgument, match=match):
-        padding_of(make_texts(), lengths)
-
-
-@pytest.mark.parametrize("given", [None, 3, 0.5, "batch", {"a": 1}, object, int, lambda: 1, lambda batch, size: batch])
-def test_what_cannot_give_lengths_is_refused_at_once(given):
-    """Not when the first batch comes."""
-    with pytest.raises(InvalidArgument, match=r"by_length\(") as refused:
-        by_length(given)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"dims": [1]}, r"dims=\[1\]: pass dimensions by path, such as \{'batch\[\"inputs\"\]': 1\}"),
-        ({"dims": "x"}, "dims='x': pass dimensions by path"),
-        ({"dims": 5}, "dims=5: pass dimensions by path"),
-        ({"padding": "both"}, "padding='both': pass 'right', 'left' or None"),
-    ],
-)
-def test_what_no_cut_by_length_can_have_is_refused_at_once(given, match):
-    """Where it is written, not where it is used."""
-    with pytest.raises(InvalidArgument, match=match):
-        by_length(length_of, **given)
-
-
 WHOLE = {
     "a list of NumPy's ints": lambda batch: [*batch["mask"].sum(1).numpy()],
     "a list of tensors": lambda batch: [*batch["mask"].sum(1)],

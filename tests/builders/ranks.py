@@ -86,12 +86,17 @@ def values_of(answers: Sequence[Answer]) -> list[Any]:
 
 
 def wait_at_most(seconds: float) -> None:
-    """Let this rank's process group wait so long from now on: all ranks have started by then."""
+    """Let this rank's groups wait so long from now on: when all ranks have started, and have made a first step."""
     import torch
     import torch.distributed
 
-    backend: Any = torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    backend.options._timeout = timedelta(seconds=seconds)
+    from autobatch.distributed import channel
+
+    owner: Any = torch.distributed.distributed_c10d._get_default_group()
+    owner._get_backend(torch.device("cpu")).options._timeout = timedelta(seconds=seconds)
+    for opened in channel._open:
+        opened.timeout = timedelta(seconds=seconds)
+        opened._group._set_default_timeout(opened.timeout)
 
 
 def _has_come_to_an_end(process: Any) -> bool:

@@ -105,7 +105,7 @@ def serving_team(port: int = 0) -> Iterator[TeamServer]:
         thread.join()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 100.0) -> Any:
     until = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < until, "waited in vain"

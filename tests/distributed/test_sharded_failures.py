@@ -168,8 +168,8 @@ def test_a_rank_on_which_nothing_counts_runs_the_passes_of_the_others():
 
 def end_at(place, how):
     """A rank's process ends, or stops, at a place of its second step."""
-    wait_at_most(4.0)
     training = Training(earlier_steps=1)
+    wait_at_most(100.0 if how == signal.SIGKILL else 4.0)
     before = training.bits()
     if dist.get_rank() == 1:
         arrange(training, place, lambda: os.kill(os.getpid(), how))

@@ -145,11 +145,11 @@ def divisions_of(name, size):
 
 
 def choose_pairs(name, size):
-    """Divisions, and how often gradients are summed: all pairs in ``make proof``; else by turns, from case to case."""
+    """Divisions, and how often gradients are summed: all pairs in ``make proof``; else two by turns."""
     divisions, first = divisions_of(name, size), [*CASES].index(name)
     if IN_PROOF:
         return [*itertools.product(divisions, SUMMINGS)]
-    return [(division, SUMMINGS[(first + turn) % 3]) for turn, division in enumerate((*divisions, divisions[0]))]
+    return [(division, SUMMINGS[(first + turn) % 3]) for turn, division in enumerate(divisions)]
 
 
 def whole_step(name):

@@ -438,15 +438,6 @@ def test_the_order_of_keys_is_that_of_the_first_piece():
     assert result["boxes"]["y"] == (3 * inputs).tolist()
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_what_is_on_the_meta_device_is_refused(device):
-    """A model, and a batch: as ``fit`` says it."""
-    with pytest.raises(InvalidArgument, match=r"^Linear is on the meta device, which has no memory to run in"):
-        autobatch.map(nn.Linear(4, 2, device="meta"), torch.zeros(3, 4), device=device)
-    with pytest.raises(InvalidArgument, match=r"^a tensor of shape \(3, 4\) in the batch is on the meta device"):
-        autobatch.map(torch.neg, torch.zeros(3, 4, device="meta"), device=device)
-
-
 def test_weights_that_hooks_bring_in_for_each_pass_are_mapped():
     """As accelerate offloads a model: between passes its parameters are on the meta device."""
     accelerate = pytest.importorskip("accelerate")

@@ -42,26 +42,9 @@ def test_a_device_is_found_by_its_parameters(device):
     assert find_device([torch.ones(2, device="cpu:0"), torch.ones(2)], "Net", device) is device_for(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("device", ["meta", "cuda", "cuda:1", "cpu:1", torch.device("cuda:0")])
-def test_a_device_where_the_model_is_not_is_refused(device):
-    """Sizes found there would say nothing about here."""
-    with pytest.raises(InvalidArgument, match=f"device='{device}', but the model is on cpu; move the model first"):
-        find_device(ON_CPU, "Net", device)
-
-
 @pytest.mark.parametrize("device", [None, "cpu", FAKE])
 def test_parameters_on_several_devices_are_refused(device):
     """One budget is one device's; the message names those there are, each once."""
     split = [torch.ones(2), torch.ones(2, device="meta"), torch.ones(3)]
     with pytest.raises(InvalidArgument, match="Net has parameters on several devices: cpu, meta; "):
         find_device(split, "Net", device)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [([], "Net has no parameters: there is nothing to train"), ([torch.ones(2, device="meta")], "Net is on the meta")],
-)
-def test_parameters_without_memory_are_refused(parameters, message):
-    """None at all, or none with values."""
-    with pytest.raises(InvalidArgument, match=message):
-        find_device(parameters, "Net", None)

@@ -99,15 +99,6 @@ def test_a_plan_is_saved_and_loaded(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '{"target_batch": 5}', "not json"])
-def test_a_file_that_holds_no_plan_is_named(tmp_path, content):
-    """The path and the first thing that is wrong, and what to do."""
-    path = tmp_path / "other.json"
-    path.write_text(content)
-    with pytest.raises(InvalidArgument, match=r"other\.json is not a plan that this version reads .*run fit\(\) again"):
-        Plan.load(path)
-
-
 NONSENSE = [
     ("target_batch", {"target_batch": 0}),
     ("target_batch", {"target_batch": -256}),

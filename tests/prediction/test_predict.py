@@ -131,27 +131,6 @@ def test_a_step_that_needs_values_is_refused_with_its_line():
         predict(run=run)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"gpu": "A"}, "gpu='A' could be"),
-        ({"gpu": "4091"}, "is not known; did you mean"),
-        ({"gpu": None}, "no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'"),
-        ({"margin": "10%"}, "margin='10%' must be a fraction from 0 to less than 1, such as 0.1"),
-        ({"margin": 1.5}, "margin=1.5 must be a fraction from 0 to less than 1, such as 0.1"),
-        ({"target_batch": 0}, "target_batch=0 must be an int of at least 1"),
-    ],
-    ids=str,
-)
-def test_what_has_no_meaning_is_refused(options, text):
-    """Before anything is traced."""
-    if options.get("gpu", "") is None and torch.cuda.is_available():
-        pytest.skip("there is a card here")
-    with pytest.raises(InvalidArgument) as caught:
-        predict(**options)
-    assert text in str(caught.value)
-
-
 def _pad_to_128(model, batch):
     return model(F.pad(batch, (0, 0, 0, -len(batch) % 128))).square().mean()
 

@@ -165,13 +165,6 @@ def test_a_framework_may_scale_the_loss_where_its_own_step_unscales():
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("backward", ["backward", 3, torch.nn.Linear, object()])
-def test_what_cannot_be_called_with_a_loss_is_refused(backward):
-    """The Runner refuses it before the first step."""
-    with pytest.raises(InvalidArgument, match=r"^backward=.* cannot be called with a loss"):
-        make_runner(backward)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_one_that_leaves_no_gradients_is_refused(dtype):
     """It runs a pass, but ``.grad`` stays ``None`` and nothing would be trained; also beside sums in float32."""

@@ -148,30 +148,3 @@ def test_a_plan_by_length_needs_its_cut():
     plan = autobatch.fit(model, 4, batch=batch, step=step, cut=lengths, check=None)
     with pytest.raises(InvalidArgument, match="pass the same cut= to both"):
         autobatch.Runner(plan, model, step, None, cut=lambda rows, largest: [range(len(rows))])
-
-
-NO_FUNCTIONS = [object, int, 3, "equal", autobatch.by_length, lambda batch: [batch], list]
-
-
-@pytest.mark.parametrize("cut", NO_FUNCTIONS, ids=range(len(NO_FUNCTIONS)))
-def test_what_cannot_cut_is_refused_at_once(cut):
-    """By a Runner, ``fit`` and ``verify``: not when the first batch comes."""
-    model, batch = nn.Linear(4, 1), torch.zeros(4, 4)
-
-    def step(model, rows):
-        return model(rows).mean()
-
-    with pytest.raises(InvalidArgument, match="cut"):
-        make_runner(cut)
-    with pytest.raises(InvalidArgument, match="cut"):
-        autobatch.fit(model, 4, batch=batch, step=step, cut=cut, progress=False)
-    with pytest.raises(InvalidArgument, match="cut"):
-        autobatch.verify(model, batch, step, cut=cut)
-
-
-@pytest.mark.parametrize("weigh", [object, float, lambda: 1, lambda batch, size: 1], ids=range(4))
-def test_what_cannot_weigh_is_refused_at_once(weigh):
-    """By a Runner, before its first step."""
-    model = nn.Linear(4, 1)
-    with pytest.raises(InvalidArgument, match="weigh"):
-        autobatch.Runner(PLAN, model, lambda model, rows: model(rows).mean(), None, weigh=weigh)

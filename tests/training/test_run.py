@@ -500,22 +500,6 @@ def test_what_gives_no_batches_is_refused(kind):
         runner.run(REFUSED[kind](None))
 
 
-def test_arguments_that_mean_nothing_are_refused():
-    """Each by its name."""
-    _, optimizer, runner = make_runner()
-    for epochs in (0, -1, 1.5, True, "2"):
-        with pytest.raises(InvalidArgument, match="epochs="):
-            runner.run([], epochs=epochs)
-    with pytest.raises(InvalidArgument, match="read only once"):
-        runner.run(iter([]), epochs=2)
-    with pytest.raises(InvalidArgument, match="drop_last"):
-        runner.run([], drop_last="yes")
-    without = autobatch.Runner(runner.plan, Plain(torch.float64), mean_step, None, device=make_device())
-    with pytest.raises(InvalidArgument, match="no optimizer"):
-        without.run([])
-    assert optimizer.state == {}
-
-
 def test_a_loader_of_less_than_was_used_is_refused():
     """With both numbers; no step has run."""
     _, _, runner = make_runner(12)

@@ -287,13 +287,6 @@ def test_a_loop_inside_autocast_trains_as_one_that_enters_it_each_step():
     assert losses[3] < losses[0]
 
 
-def test_a_tuple_of_tensors_is_one_batch_and_no_several():
-    """It is the form in which most loaders hand over inputs and labels."""
-    _, _, runner = make_runner(4, 2, dtype=torch.float32)
-    with pytest.raises(InvalidArgument, match="for one batch call step"):
-        runner.step_over((torch.zeros(4, 2), torch.zeros(4)))
-
-
 @pytest.mark.quick
 def test_a_step_that_never_fits_restores_all_and_raises():
     """Out of memory at the fewest samples: DoesNotFit, and parameters, buffers, gradients, generators are as before."""

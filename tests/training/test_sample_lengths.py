@@ -292,13 +292,6 @@ def test_one_sample_that_does_not_fit_ends_the_step():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_longer_sample_than_was_tried_is_refused():
-    """Nothing untried runs."""
-    runner, _ = make_runner()
-    with pytest.raises(InvalidArgument, match="a sample is 25 long, and the longest that fit\\(\\) tried is 24"):
-        runner.step(make_texts([25, 3]))
-
-
 CHANGED = r"length_of\(\) gives \d+ for a sample, and gave \d+ before its padding was trimmed on the {}"
 
 

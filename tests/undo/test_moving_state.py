@@ -16,7 +16,7 @@ from torch import nn
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import CannotRetry, InvalidArgument
+from autobatch.errors import CannotRetry
 from autobatch.testing import FakeDevice, oom_at
 
 FIRST = next(index for index, case in enumerate(CASES) if "key encoder" in case.name)
@@ -139,27 +139,6 @@ def test_memory_that_died_is_forgotten():
     for _ in range(70):
         runner.step(make_batch(8))
     assert len(runner._accumulation.record().memory) <= 2
-
-
-@pytest.mark.parametrize(
-    ("keep", "message"),
-    [
-        (
-            torch.nn.Linear(2, 2),
-            "keep=Linear(in_features=2, out_features=2, bias=True): pass a list of objects, keep=[...]",
-        ),
-        ([object()], "keep[0] is an object, which cannot be put back: give it state_dict() and load_state_dict(state)"),
-        ([{}, 3], "keep[1] is an int"),
-        ("metric", "keep='metric': pass a list"),
-    ],
-)
-def test_what_cannot_be_put_back_is_refused(keep, message):
-    """Whoever names an object relies on it."""
-    model = nn.Linear(6, 4)
-    runner, optimizer = make_runner(model)
-    with pytest.raises(InvalidArgument) as caught:
-        autobatch.Runner(runner.plan, model, mean_step, optimizer, keep=keep)
-    assert message in str(caught.value)
 
 
 @dataclass
