@@ -76,7 +76,7 @@ class WholeBatchAccumulation(Accumulation):
 
     def _run_micro_batches(self, progress: AccumulationState) -> None:
         if len(progress.micro_batches) == 1 and self.imitated is None:
-            super()._run_micro_batches(progress)
+            self._run_whole(progress)
             return
         undo = self._undo
         assert undo is not None  # noqa: S101 - narrows for mypy
@@ -86,7 +86,8 @@ class WholeBatchAccumulation(Accumulation):
                     self._kept.append(self._keep(micro_batch, progress))
                 progress.aux.append(None)
             progress.aux = []
-            value, aux = self._run_loss(progress)
+            progress.phase = "loss"
+            value, aux = self._run_loss(self._join_kept(progress), progress)
             if lost := undo.find_lost():
                 raise CannotRetry(
                     f"the step wrote for the first time into a tensor of shape {tuple(lost[0].shape)}, so there is no "
@@ -124,11 +125,21 @@ class WholeBatchAccumulation(Accumulation):
             gradients.refuse_change()
         return read_rows(returned, micro_batch.size)
 
-    def _run_loss(self, progress: AccumulationState) -> tuple[torch.Tensor, Any]:
+    def _run_whole(self, progress: AccumulationState) -> None:
+        """Run a step of one micro-batch, in one pass."""
+        [micro_batch] = progress.micro_batches
+        with self.device.micro_batch(micro_batch.size) or nullcontext():
+            found, nest = self._represent(micro_batch, progress)
+            progress.phase = "backward"
+            progress.loss.value, aux = self._run_loss(_join([found], nest, progress), progress)
+            self._join_sparse_rows(progress)
+        progress.aux, self.leaves_are_known = [aux], True
+
+    def _run_loss(self, representations: Any, progress: AccumulationState) -> tuple[torch.Tensor, Any]:
         """Run the loss forward and backward; return its value, and what it returned beside it."""
         batch = self._join_batch(progress)
-        progress.phase, progress.running = "loss", "your loss(representations, batch)"
-        losses, aux = split_output(self._call(self._step.loss, self._join_representations(progress), batch))
+        progress.running = "your loss(representations, batch)"
+        losses, aux = split_output(self._call(self._step.loss, representations, batch))
         progress.running = ""
         loss = read_loss(losses)
         if not self.leaves_are_known:
@@ -150,19 +161,12 @@ class WholeBatchAccumulation(Accumulation):
         [whole] = divide(Group(joined[0].batch, range(joined[0].batch.count)), joined[0].batch.count)
         return whole.take(lambda tensor: tensor, self.device.torch_device)
 
-    def _join_representations(self, progress: AccumulationState) -> Any:
-        """The representations of all micro-batches, in the order of the batch; none of them a leaf of its graph."""
-        if self.imitated is not None:
-            self._imitate(self.imitated.count, progress)
-        columns = [
-            None if column[0] is None else torch.cat(column)
-            for column in zip(*[kept.tensors for kept in self._kept], strict=True)
-        ]
-        rows = [row for numbers in number_rows(progress.groups, progress.micro_batches) for row in numbers]
-        if self.imitated is None and rows != [*range(len(rows))]:
-            places = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device.torch_device)
-            columns = [one if one is None else one.index_select(0, places.to(one.device)) for one in columns]
-        return tree_unflatten(columns, self._kept[0].nest)
+    def _join_kept(self, progress: AccumulationState) -> Any:
+        """The representations of all micro-batches; none of them a leaf of its graph."""
+        if self.imitated is None:
+            return _join([kept.tensors for kept in self._kept], self._kept[0].nest, progress)
+        self._imitate(self.imitated.count, progress)
+        return _join([kept.tensors for kept in self._kept], self._kept[0].nest)
 
     def _imitate(self, samples: int, progress: AccumulationState) -> None:
         """Keep as many representations as a step of so many samples keeps."""
@@ -173,9 +177,7 @@ class WholeBatchAccumulation(Accumulation):
             missing -= progress.micro_batches[0].size
 
     def _run_micro_batch(self, micro_batch: MicroBatch, progress: AccumulationState) -> Any:
-        """Run the second pass of one micro-batch; in a step of one, all of it."""
-        if not self._kept:
-            return super()._run_micro_batch(micro_batch, progress)
+        """Run the second pass of one micro-batch."""
         kept = self._kept[len(progress.aux)]
         kept.generators.restore()
         found, nest = self._represent(micro_batch, progress)
@@ -208,6 +210,19 @@ class WholeBatchAccumulation(Accumulation):
 def accumulation_for(workload: Workload) -> type[Accumulation]:
     """Return the class that accumulates the gradients of a workload whose parameters are not sharded."""
     return WholeBatchAccumulation if isinstance(workload.step, WholeBatch) else Accumulation
+
+
+def _join(
+    parts: Sequence[Sequence[torch.Tensor | None]], nest: TreeSpec, progress: AccumulationState | None = None
+) -> Any:
+    """Join representations of micro-batches, in the order of the batch if the micro-batches are those of a step."""
+    columns = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+    numbered = () if progress is None else number_rows(progress.groups, progress.micro_batches)
+    rows = [row for numbers in numbered for row in numbers]
+    if rows != [*range(len(rows))]:
+        places = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
+        columns = [one if one is None else one.index_select(0, places.to(one.device)) for one in columns]
+    return tree_unflatten(columns, nest)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

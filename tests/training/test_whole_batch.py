@@ -190,14 +190,14 @@ def test_the_gradient_is_the_whole_batch_s(make, size):
     assert compare(make, size) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("size", "parts"),
+    [(4, [[0, 3, 6], [11, 1], [2, 4, 5, 7, 8, 9, 10]]), (SAMPLES, [[*range(0, SAMPLES, 2), *range(1, SAMPLES, 2)]])],
+)
 @pytest.mark.parametrize("make", [clip, ordered])
-def test_samples_that_run_together_in_another_order(make):
+def test_samples_that_run_together_in_another_order(make, size, parts):
     """Representations come to the loss in the order of the batch, whatever cut= does."""
-
-    def cut(batch, largest):
-        return [[0, 3, 6], [11, 1], [2, 4, 5, 7, 8, 9, 10]]
-
-    assert compare(make, 4, cut=cut) < 1e-12
+    assert compare(make, size, cut=lambda batch, largest: parts) < 1e-12
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -216,8 +216,9 @@ def test_state_that_a_forward_pass_reads():
     model = make_model()
     nn.utils.parametrizations.spectral_norm(model.image.first)
     other, batch = copy.deepcopy(model), make_batch()
+    runner = autobatch.Runner(make_plan(4), model, clip(model), None)
     seed()
-    autobatch.Runner(make_plan(4), model, clip(model), None).accumulate(batch)
+    runner.accumulate(batch)
     seed()
     run_as_one_graph(other, clip(other), batch, _neighbours((4, 4, 4)))
     assert relative_error(gradients_of(model), gradients_of(other)) < 1e-12
@@ -326,8 +327,9 @@ def test_autocast_inside(dtype):
     def step_of(model):
         return autobatch.WholeBatch(narrow, lambda rows, batch: clip(model).loss(_widen(rows), batch))
 
+    runner = autobatch.Runner(make_plan(4, dtype=torch.float32), model, step_of(model), None)
     seed()
-    autobatch.Runner(make_plan(4, dtype=torch.float32), model, step_of(model), None).accumulate(batch)
+    runner.accumulate(batch)
     seed()
     run_as_one_graph(other, step_of(other), batch, _neighbours((4, 4, 4)))
     assert relative_error(gradients_of(model), gradients_of(other)) < 2e-2
@@ -359,15 +361,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_representations_without_a_row_a_sample_are_refused(kind):
-    """Nothing has happened then."""
+@pytest.mark.parametrize(
+    ("kind", "size"), [*((kind, 4) for kind in REFUSED), *((kind, SAMPLES) for kind in [*REFUSED][:2]), ("a list", 12)]
+)
+def test_representations_without_a_row_a_sample_are_refused(kind, size):
+    """Also of a batch that runs whole; nothing has happened then."""
     model, batch = make_model(), make_batch()
     batch[0][:, 0] = torch.arange(SAMPLES) - 5.0
     step = autobatch.WholeBatch(REFUSED[kind], lambda rows, batch: model.scale * 1)
     before = bits_of(model)
     with pytest.raises(InvalidArgument, match=r"represent\(\) returned"):
-        autobatch.Runner(make_plan(4), model, step, None).accumulate(batch)
+        autobatch.Runner(make_plan(size), model, step, None).accumulate(batch)
     assert not differences(bits_of(model), before)
 
 
@@ -416,8 +420,9 @@ def test_compiled_models():
     model, batch = make_model(torch.float32), make_batch(dtype=torch.float32)
     model.image.compile(backend="aot_eager")
     other = make_model(torch.float32)
+    runner = autobatch.Runner(make_plan(4, dtype=torch.float32), model, clip(model), None)
     seed()
-    autobatch.Runner(make_plan(4, dtype=torch.float32), model, clip(model), None).accumulate(batch)
+    runner.accumulate(batch)
     seed()
     run_as_one_graph(other, clip(other), batch, _neighbours((4, 4, 4)))
     assert relative_error(gradients_of(model), gradients_of(other)) < 1e-5
