@@ -4,7 +4,8 @@
 2. The loss of all representations runs forward and backward, once. Parameters of its own get their gradient here.
 3. All but gradients is restored to the beginning of the step, and each micro-batch is represented again: it draws the
    same numbers and finds the same state. Its backward pass begins with its rows of the loss's gradient.
-4. All but gradients is restored to the end of the loss, so that it has moved once.
+4. The model stays as the second pass leaves it, moved once by each forward and backward pass. If the loss moved it too,
+   it is restored to the end of the loss. So are objects in ``keep=``.
 
 A step of one micro-batch runs plainly. Memory that runs out in any of these begins the step again, as in any step.
 
@@ -63,6 +64,7 @@ class WholeBatchAccumulation(Accumulation):
     imitated: Layout | None = None  # batch of the step that a trial imitates: the loss is that of all its samples
     _undo: Undo | None = None
     _kept: list[Kept] = field(default_factory=list)
+    _later: RandomState | None = None  # generators after the loss, and what backward passes have drawn since
     _are_same: list[torch.Tensor] = field(default_factory=list)  # not read until the end: a read waits for the device
 
     def begin(self, batches: Sequence[Layout], largest: int, undo: Undo, shared: Any = None) -> AccumulationState:
@@ -87,6 +89,7 @@ class WholeBatchAccumulation(Accumulation):
                 progress.aux.append(None)
             progress.aux = []
             progress.phase = "loss"
+            before = self._record()
             value, aux = self._run_loss(self._join_kept(progress), progress)
             if lost := undo.find_lost():
                 raise CannotRetry(
@@ -94,14 +97,21 @@ class WholeBatchAccumulation(Accumulation):
                     f"copy with which its second pass can begin: it keeps what was written, all else was restored; "
                     f"name its owner in keep=, or run the step again, and there will be a copy"
                 )
-            after = self._record()
+            # The second pass moves the model as the first did, and its backward hooks move it too: that state stays,
+            # unless the loss moves the model itself.
+            is_moved = bool(before.find_moved() or before.find_lost())
+            before.release()
+            device = self.device.torch_device
+            after = self._record() if is_moved else Undo(None, device, keep=self.keep)
+            self._later = RandomState(device)
             undo.rewind()
             super()._run_micro_batches(progress)
             after.rewind()
+            self._later.restore()
             if self.imitated is None and not all(map(bool, self._are_same)):
                 raise InvalidArgument(_OTHERS)
         finally:
-            self._kept, self._are_same = [], []
+            self._kept, self._are_same, self._later = [], [], None
         progress.aux, progress.loss.value = [aux], value
 
     def _keep(self, micro_batch: MicroBatch, progress: AccumulationState) -> Kept:
@@ -191,8 +201,11 @@ class WholeBatchAccumulation(Accumulation):
                 self.workload.check_leaves(one)
             self.leaves_are_known = True
         progress.phase, progress.running = "backward", "the backward pass of your representations"
+        assert self._later is not None  # noqa: S101 - narrows for mypy
+        self._later.restore()  # backward passes draw after the loss, as in one graph
         if trained:
             torch.autograd.backward([one for one, _ in trained], [rows for _, rows in trained])
+        self._later = RandomState(self.device.torch_device)
         progress.running = ""
         self._join_sparse_rows(progress)
         return None

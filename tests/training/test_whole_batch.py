@@ -224,6 +224,88 @@ def test_state_that_a_forward_pass_reads():
     assert relative_error(gradients_of(model), gradients_of(other)) < 1e-12
 
 
+class Norm(nn.Module):
+    """Moves a buffer in each forward pass and another in each backward pass, and draws noise for gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(5, dtype=torch.float64))
+        self.register_buffer("backwards", torch.zeros(5, dtype=torch.float64))
+        self.count, self.seen = 0, None
+
+    def forward(self, rows):
+        self.forwards.add_(rows.detach().mean(0))
+        rows.register_hook(self.note)
+        return rows * 1
+
+    def note(self, gradient):
+        self.count += 1
+        self.backwards.mul_(0.5).add_(gradient.mean(0))
+        self.seen = [self.seen, self.count]
+        return gradient + 1e-3 * torch.rand_like(gradient) + 1e-3 * random.random()
+
+
+def test_what_backward_hooks_move_and_draw():
+    """Each forward and each backward pass moves the model once, and backward passes draw after the loss."""
+    model, batch = make_model(), make_batch()
+    model.norm = Norm()
+
+    def through(model, batch):
+        rows = represent(model, batch)
+        return {**rows, "images": model.norm(rows["images"])}
+
+    other = copy.deepcopy(model)
+    runner = autobatch.Runner(make_plan(4), model, autobatch.WholeBatch(through, clip(model).loss), None)
+    seed()
+    for _ in range(3):
+        runner.accumulate(batch)
+    drawn = torch.rand(1), random.random()
+    seed()
+    for _ in range(3):
+        parts = [through(other, tuple(one[list(part)] for one in batch)) for part in _neighbours((4, 4, 4))]
+        leaves = [{**rows, "images": rows["images"].detach().requires_grad_()} for rows in parts]
+        texts = [rows["texts"][0].detach().requires_grad_() for rows in parts]
+        joined = {"images": torch.cat([one["images"] for one in leaves]), "texts": [torch.cat(texts)]}
+        clip(other).loss(joined, batch).backward()
+        for rows, leaf, text in zip(parts, leaves, texts, strict=True):
+            torch.autograd.backward([rows["images"], rows["texts"][0]], [leaf["images"].grad, text.grad])
+    assert (torch.rand(1), random.random()) == drawn
+    assert relative_error(gradients_of(model), gradients_of(other)) < 1e-12
+    assert torch.equal(model.norm.forwards, other.norm.forwards)
+    assert torch.allclose(model.norm.backwards, other.norm.backwards, rtol=1e-12, atol=0)
+    assert model.norm.seen == other.norm.seen
+    assert model.norm.count == 9
+
+
+def test_a_loss_that_moves_the_model():
+    """What the loss writes on the model stays, from its first step on: a buffer, a tensor and an attribute."""
+    model, batch = make_model(), make_batch()
+    model.register_buffer("center", torch.full((5,), torch.nan, dtype=torch.float64))
+    model.queue, model.calls = [torch.zeros(5, dtype=torch.float64)], 0
+    other = copy.deepcopy(model)
+
+    def moving(model):
+        def loss(rows, batch):
+            images = rows["images"].detach().mean(0)
+            model.center.copy_(images)
+            model.queue[0].add_(images)
+            model.calls += 1
+            return clip(model).loss(rows, batch)
+
+        return autobatch.WholeBatch(represent, loss)
+
+    runner = autobatch.Runner(make_plan(4), model, moving(model), None)
+    seed()
+    for _ in range(4):
+        runner.accumulate(batch)
+    seed()
+    for _ in range(4):
+        run_as_one_graph(other, moving(other), batch, _neighbours((4, 4, 4)))
+    assert (model.calls, model.image.calls) == (other.calls, other.image.calls)
+    assert torch.equal(model.center, other.center)
+    assert torch.equal(model.queue[0], other.queue[0])
+
+
 def test_a_generator_of_the_step_s_own():
     """In keep= both passes draw the same from it; without that the step is refused, and nothing has happened."""
     generator = torch.Generator().manual_seed(1)
