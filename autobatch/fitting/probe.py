@@ -276,7 +276,7 @@ class Probe:
             return sum(others, start=first), aux
 
         # By samples: a trial has to run a micro-batch of the example even if its labels are all ignored.
-        passes = self._note_passes(user) if isinstance(user, WholeBatch) and len(batches) > 1 else run
+        passes = self._note_passes(user, is_split=len(batches) > 1) if isinstance(user, WholeBatch) else run
         workload = self.workload.around(passes, weigh=None)
         accumulation = accumulation_for(workload)(
             workload,
@@ -289,7 +289,7 @@ class Probe:
             watched=self._to_watch,
             stands_for=-(-self.target // size) if self.target > size else 0,
         )
-        if isinstance(accumulation, WholeBatchAccumulation):
+        if isinstance(accumulation, WholeBatchAccumulation) and len(batches) > 1:
             accumulation.imitated = self._grow_whole()
         self._now.phase = "forward"
         try:
@@ -305,8 +305,8 @@ class Probe:
         self.aux_bytes = max(self.aux_bytes, *(count_bytes(aux) for aux in accumulated.aux))
         return accumulated
 
-    def _note_passes(self, user: WholeBatch) -> WholeBatch:
-        """The same step, which notes what runs now."""
+    def _note_passes(self, user: WholeBatch, *, is_split: bool) -> WholeBatch:
+        """The same step, which notes what runs now; a batch that runs whole has one backward pass."""
 
         def represent(model: nn.Module, samples: Any) -> Any:
             self._now.phase = "forward"
@@ -315,7 +315,8 @@ class Probe:
             return returned
 
         def loss(representations: Any, batch: Any) -> Any:
-            self._now.phase = "loss"
+            if is_split:
+                self._now.phase = "loss"
             return user.loss(representations, batch)
 
         return WholeBatch(represent, loss)

@@ -4,7 +4,8 @@
 2. The loss of all representations runs forward and backward, once. Parameters of its own get their gradient here.
 3. All but gradients is restored to the beginning of the step, and each micro-batch is represented again: it draws the
    same numbers and finds the same state. Its backward pass begins with its rows of the loss's gradient.
-4. All but gradients is restored to the end of the loss, so that it has moved once.
+4. The model stays as the second pass leaves it, moved once by each forward and backward pass. If the loss moved it too,
+   it is restored to the end of the loss. So are objects in ``keep=``.
 
 A step of one micro-batch runs plainly. Memory that runs out in any of these begins the step again, as in any step.
 
@@ -63,6 +64,7 @@ class WholeBatchAccumulation(Accumulation):
     imitated: Layout | None = None  # batch of the step that a trial imitates: the loss is that of all its samples
     _undo: Undo | None = None
     _kept: list[Kept] = field(default_factory=list)
+    _later: RandomState | None = None  # generators after the loss, and what backward passes have drawn since
     _are_same: list[torch.Tensor] = field(default_factory=list)  # not read until the end: a read waits for the device
 
     def begin(self, batches: Sequence[Layout], largest: int, undo: Undo, shared: Any = None) -> AccumulationState:
@@ -76,7 +78,7 @@ class WholeBatchAccumulation(Accumulation):
 
     def _run_micro_batches(self, progress: AccumulationState) -> None:
         if len(progress.micro_batches) == 1 and self.imitated is None:
-            super()._run_micro_batches(progress)
+            self._run_whole(progress)
             return
         undo = self._undo
         assert undo is not None  # noqa: S101 - narrows for mypy
@@ -86,21 +88,30 @@ class WholeBatchAccumulation(Accumulation):
                     self._kept.append(self._keep(micro_batch, progress))
                 progress.aux.append(None)
             progress.aux = []
-            value, aux = self._run_loss(progress)
+            progress.phase = "loss"
+            before = self._record()
+            value, aux = self._run_loss(self._join_kept(progress), progress)
             if lost := undo.find_lost():
                 raise CannotRetry(
                     f"the step wrote for the first time into a tensor of shape {tuple(lost[0].shape)}, so there is no "
                     f"copy with which its second pass can begin: it keeps what was written, all else was restored; "
                     f"name its owner in keep=, or run the step again, and there will be a copy"
                 )
-            after = self._record()
+            # The second pass moves the model as the first did, and its backward hooks move it too: that state stays,
+            # unless the loss moves the model itself.
+            is_moved = bool(before.find_moved() or before.find_lost())
+            before.release()
+            device = self.device.torch_device
+            after = self._record() if is_moved else Undo(None, device, keep=self.keep)
+            self._later = RandomState(device)
             undo.rewind()
             super()._run_micro_batches(progress)
             after.rewind()
+            self._later.restore()
             if self.imitated is None and not all(map(bool, self._are_same)):
                 raise InvalidArgument(_OTHERS)
         finally:
-            self._kept, self._are_same = [], []
+            self._kept, self._are_same, self._later = [], [], None
         progress.aux, progress.loss.value = [aux], value
 
     def _keep(self, micro_batch: MicroBatch, progress: AccumulationState) -> Kept:
@@ -124,11 +135,21 @@ class WholeBatchAccumulation(Accumulation):
             gradients.refuse_change()
         return read_rows(returned, micro_batch.size)
 
-    def _run_loss(self, progress: AccumulationState) -> tuple[torch.Tensor, Any]:
+    def _run_whole(self, progress: AccumulationState) -> None:
+        """Run a step of one micro-batch, in one pass."""
+        [micro_batch] = progress.micro_batches
+        with self.device.micro_batch(micro_batch.size) or nullcontext():
+            found, nest = self._represent(micro_batch, progress)
+            progress.phase = "backward"
+            progress.loss.value, aux = self._run_loss(_join([found], nest, progress), progress)
+            self._join_sparse_rows(progress)
+        progress.aux, self.leaves_are_known = [aux], True
+
+    def _run_loss(self, representations: Any, progress: AccumulationState) -> tuple[torch.Tensor, Any]:
         """Run the loss forward and backward; return its value, and what it returned beside it."""
         batch = self._join_batch(progress)
-        progress.phase, progress.running = "loss", "your loss(representations, batch)"
-        losses, aux = split_output(self._call(self._step.loss, self._join_representations(progress), batch))
+        progress.running = "your loss(representations, batch)"
+        losses, aux = split_output(self._call(self._step.loss, representations, batch))
         progress.running = ""
         loss = read_loss(losses)
         if not self.leaves_are_known:
@@ -150,19 +171,12 @@ class WholeBatchAccumulation(Accumulation):
         [whole] = divide(Group(joined[0].batch, range(joined[0].batch.count)), joined[0].batch.count)
         return whole.take(lambda tensor: tensor, self.device.torch_device)
 
-    def _join_representations(self, progress: AccumulationState) -> Any:
-        """The representations of all micro-batches, in the order of the batch; none of them a leaf of its graph."""
-        if self.imitated is not None:
-            self._imitate(self.imitated.count, progress)
-        columns = [
-            None if column[0] is None else torch.cat(column)
-            for column in zip(*[kept.tensors for kept in self._kept], strict=True)
-        ]
-        rows = [row for numbers in number_rows(progress.groups, progress.micro_batches) for row in numbers]
-        if self.imitated is None and rows != [*range(len(rows))]:
-            places = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device.torch_device)
-            columns = [one if one is None else one.index_select(0, places.to(one.device)) for one in columns]
-        return tree_unflatten(columns, self._kept[0].nest)
+    def _join_kept(self, progress: AccumulationState) -> Any:
+        """The representations of all micro-batches; none of them a leaf of its graph."""
+        if self.imitated is None:
+            return _join([kept.tensors for kept in self._kept], self._kept[0].nest, progress)
+        self._imitate(self.imitated.count, progress)
+        return _join([kept.tensors for kept in self._kept], self._kept[0].nest)
 
     def _imitate(self, samples: int, progress: AccumulationState) -> None:
         """Keep as many representations as a step of so many samples keeps."""
@@ -173,9 +187,7 @@ class WholeBatchAccumulation(Accumulation):
             missing -= progress.micro_batches[0].size
 
     def _run_micro_batch(self, micro_batch: MicroBatch, progress: AccumulationState) -> Any:
-        """Run the second pass of one micro-batch; in a step of one, all of it."""
-        if not self._kept:
-            return super()._run_micro_batch(micro_batch, progress)
+        """Run the second pass of one micro-batch."""
         kept = self._kept[len(progress.aux)]
         kept.generators.restore()
         found, nest = self._represent(micro_batch, progress)
@@ -189,8 +201,11 @@ class WholeBatchAccumulation(Accumulation):
                 self.workload.check_leaves(one)
             self.leaves_are_known = True
         progress.phase, progress.running = "backward", "the backward pass of your representations"
+        assert self._later is not None  # noqa: S101 - narrows for mypy
+        self._later.restore()  # backward passes draw after the loss, as in one graph
         if trained:
             torch.autograd.backward([one for one, _ in trained], [rows for _, rows in trained])
+        self._later = RandomState(self.device.torch_device)
         progress.running = ""
         self._join_sparse_rows(progress)
         return None
@@ -208,6 +223,19 @@ class WholeBatchAccumulation(Accumulation):
 def accumulation_for(workload: Workload) -> type[Accumulation]:
     """Return the class that accumulates the gradients of a workload whose parameters are not sharded."""
     return WholeBatchAccumulation if isinstance(workload.step, WholeBatch) else Accumulation
+
+
+def _join(
+    parts: Sequence[Sequence[torch.Tensor | None]], nest: TreeSpec, progress: AccumulationState | None = None
+) -> Any:
+    """Join representations of micro-batches, in the order of the batch if the micro-batches are those of a step."""
+    columns = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+    numbered = () if progress is None else number_rows(progress.groups, progress.micro_batches)
+    rows = [row for numbers in numbered for row in numbers]
+    if rows != [*range(len(rows))]:
+        places = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
+        columns = [one if one is None else one.index_select(0, places.to(one.device)) for one in columns]
+    return tree_unflatten(columns, nest)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -190,14 +190,14 @@ def test_the_gradient_is_the_whole_batch_s(make, size):
     assert compare(make, size) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("size", "parts"),
+    [(4, [[0, 3, 6], [11, 1], [2, 4, 5, 7, 8, 9, 10]]), (SAMPLES, [[*range(0, SAMPLES, 2), *range(1, SAMPLES, 2)]])],
+)
 @pytest.mark.parametrize("make", [clip, ordered])
-def test_samples_that_run_together_in_another_order(make):
+def test_samples_that_run_together_in_another_order(make, size, parts):
     """Representations come to the loss in the order of the batch, whatever cut= does."""
-
-    def cut(batch, largest):
-        return [[0, 3, 6], [11, 1], [2, 4, 5, 7, 8, 9, 10]]
-
-    assert compare(make, 4, cut=cut) < 1e-12
+    assert compare(make, size, cut=lambda batch, largest: parts) < 1e-12
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -216,11 +216,94 @@ def test_state_that_a_forward_pass_reads():
     model = make_model()
     nn.utils.parametrizations.spectral_norm(model.image.first)
     other, batch = copy.deepcopy(model), make_batch()
+    runner = autobatch.Runner(make_plan(4), model, clip(model), None)
     seed()
-    autobatch.Runner(make_plan(4), model, clip(model), None).accumulate(batch)
+    runner.accumulate(batch)
     seed()
     run_as_one_graph(other, clip(other), batch, _neighbours((4, 4, 4)))
     assert relative_error(gradients_of(model), gradients_of(other)) < 1e-12
+
+
+class Norm(nn.Module):
+    """Moves a buffer in each forward pass and another in each backward pass, and draws noise for gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(5, dtype=torch.float64))
+        self.register_buffer("backwards", torch.zeros(5, dtype=torch.float64))
+        self.count, self.seen = 0, None
+
+    def forward(self, rows):
+        self.forwards.add_(rows.detach().mean(0))
+        rows.register_hook(self.note)
+        return rows * 1
+
+    def note(self, gradient):
+        self.count += 1
+        self.backwards.mul_(0.5).add_(gradient.mean(0))
+        self.seen = [self.seen, self.count]
+        return gradient + 1e-3 * torch.rand_like(gradient) + 1e-3 * random.random()
+
+
+def test_what_backward_hooks_move_and_draw():
+    """Each forward and each backward pass moves the model once, and backward passes draw after the loss."""
+    model, batch = make_model(), make_batch()
+    model.norm = Norm()
+
+    def through(model, batch):
+        rows = represent(model, batch)
+        return {**rows, "images": model.norm(rows["images"])}
+
+    other = copy.deepcopy(model)
+    runner = autobatch.Runner(make_plan(4), model, autobatch.WholeBatch(through, clip(model).loss), None)
+    seed()
+    for _ in range(3):
+        runner.accumulate(batch)
+    drawn = torch.rand(1), random.random()
+    seed()
+    for _ in range(3):
+        parts = [through(other, tuple(one[list(part)] for one in batch)) for part in _neighbours((4, 4, 4))]
+        leaves = [{**rows, "images": rows["images"].detach().requires_grad_()} for rows in parts]
+        texts = [rows["texts"][0].detach().requires_grad_() for rows in parts]
+        joined = {"images": torch.cat([one["images"] for one in leaves]), "texts": [torch.cat(texts)]}
+        clip(other).loss(joined, batch).backward()
+        for rows, leaf, text in zip(parts, leaves, texts, strict=True):
+            torch.autograd.backward([rows["images"], rows["texts"][0]], [leaf["images"].grad, text.grad])
+    assert (torch.rand(1), random.random()) == drawn
+    assert relative_error(gradients_of(model), gradients_of(other)) < 1e-12
+    assert torch.equal(model.norm.forwards, other.norm.forwards)
+    assert torch.allclose(model.norm.backwards, other.norm.backwards, rtol=1e-12, atol=0)
+    assert model.norm.seen == other.norm.seen
+    assert model.norm.count == 9
+
+
+def test_a_loss_that_moves_the_model():
+    """What the loss writes on the model stays, from its first step on: a buffer, a tensor and an attribute."""
+    model, batch = make_model(), make_batch()
+    model.register_buffer("center", torch.full((5,), torch.nan, dtype=torch.float64))
+    model.queue, model.calls = [torch.zeros(5, dtype=torch.float64)], 0
+    other = copy.deepcopy(model)
+
+    def moving(model):
+        def loss(rows, batch):
+            images = rows["images"].detach().mean(0)
+            model.center.copy_(images)
+            model.queue[0].add_(images)
+            model.calls += 1
+            return clip(model).loss(rows, batch)
+
+        return autobatch.WholeBatch(represent, loss)
+
+    runner = autobatch.Runner(make_plan(4), model, moving(model), None)
+    seed()
+    for _ in range(4):
+        runner.accumulate(batch)
+    seed()
+    for _ in range(4):
+        run_as_one_graph(other, moving(other), batch, _neighbours((4, 4, 4)))
+    assert (model.calls, model.image.calls) == (other.calls, other.image.calls)
+    assert torch.equal(model.center, other.center)
+    assert torch.equal(model.queue[0], other.queue[0])
 
 
 def test_a_generator_of_the_step_s_own():
@@ -326,8 +409,9 @@ def test_autocast_inside(dtype):
     def step_of(model):
         return autobatch.WholeBatch(narrow, lambda rows, batch: clip(model).loss(_widen(rows), batch))
 
+    runner = autobatch.Runner(make_plan(4, dtype=torch.float32), model, step_of(model), None)
     seed()
-    autobatch.Runner(make_plan(4, dtype=torch.float32), model, step_of(model), None).accumulate(batch)
+    runner.accumulate(batch)
     seed()
     run_as_one_graph(other, step_of(other), batch, _neighbours((4, 4, 4)))
     assert relative_error(gradients_of(model), gradients_of(other)) < 2e-2
@@ -359,15 +443,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_representations_without_a_row_a_sample_are_refused(kind):
-    """Nothing has happened then."""
+@pytest.mark.parametrize(
+    ("kind", "size"), [*((kind, 4) for kind in REFUSED), *((kind, SAMPLES) for kind in [*REFUSED][:2]), ("a list", 12)]
+)
+def test_representations_without_a_row_a_sample_are_refused(kind, size):
+    """Also of a batch that runs whole; nothing has happened then."""
     model, batch = make_model(), make_batch()
     batch[0][:, 0] = torch.arange(SAMPLES) - 5.0
     step = autobatch.WholeBatch(REFUSED[kind], lambda rows, batch: model.scale * 1)
     before = bits_of(model)
     with pytest.raises(InvalidArgument, match=r"represent\(\) returned"):
-        autobatch.Runner(make_plan(4), model, step, None).accumulate(batch)
+        autobatch.Runner(make_plan(size), model, step, None).accumulate(batch)
     assert not differences(bits_of(model), before)
 
 
@@ -416,8 +502,9 @@ def test_compiled_models():
     model, batch = make_model(torch.float32), make_batch(dtype=torch.float32)
     model.image.compile(backend="aot_eager")
     other = make_model(torch.float32)
+    runner = autobatch.Runner(make_plan(4, dtype=torch.float32), model, clip(model), None)
     seed()
-    autobatch.Runner(make_plan(4, dtype=torch.float32), model, clip(model), None).accumulate(batch)
+    runner.accumulate(batch)
     seed()
     run_as_one_graph(other, clip(other), batch, _neighbours((4, 4, 4)))
     assert relative_error(gradients_of(model), gradients_of(other)) < 1e-5
