@@ -118,7 +118,7 @@ def _rank_lines(prediction: Prediction) -> Iterator[str]:
 
 def _reach_lines(prediction: Prediction) -> Iterator[str]:
     target, reach = prediction.share, prediction.reach
-    chosen = prediction.plan.micro_batch_size if prediction.plan else 0
+    chosen = prediction.micro_batch_size
     if chosen == target:
         what = "target" if prediction.world_size == 1 else "share"
         yield f"all {target} of the {what} at once, with the margin" if target > 1 else f"the {what}, with the margin"
@@ -148,7 +148,7 @@ def _part_lines(parts: Iterable[tuple[Bytes, str]]) -> Iterator[str]:
 
 
 def _point_lines(prediction: Prediction) -> Iterator[str]:
-    chosen = prediction.plan.micro_batch_size if prediction.plan else 0
+    chosen = prediction.micro_batch_size
     yield f"{'size':>8}{'allocated':>14}{'reserved':>14}{'process':>14}"
     rows, before = [*_point_rows(prediction)], ""
     for size, *peaks in rows:
@@ -174,7 +174,7 @@ def _change_lines(prediction: Prediction) -> Iterator[str]:
         else:
             saved = format_bytes(change.saved_bytes) if change.saved_bytes else "no change"
             yield f"{saved:>12}{change.micro_batch_size or 'none':>14}   {_name_change(change)}"
-    now = prediction.plan.micro_batch_size if prediction.plan else 0
+    now = prediction.micro_batch_size
     if now == prediction.share:
         yield "all of the target fits as it is: this would only save memory"
     elif _is_bound(prediction, now):
@@ -189,18 +189,15 @@ def _few_card_lines(prediction: Prediction) -> Iterator[str]:
     none = [card.gpu for card in cards if not card.micro_batch_size][:-1]
     whole = [card.gpu for card in cards if card.micro_batch_size == prediction.share][1:]
     kept = [card for card in cards if card.gpu == prediction.gpu.name or card.gpu not in {*none, *whole}]
-    yield from _card_lines(prediction.model_copy(update={"cards": tuple(kept)}))
+    shown = prediction.model_copy(update={"cards": tuple(kept)})
+    yield from _card_table(shown, mark="   <- this one")
+    yield from _card_notes(shown)
     left = {card.gpu for card in cards} - {card.gpu for card in kept}
     for names, what in ((none, "not even one sample fits"), (whole, f"all {prediction.share} at once, too")):
         if found := [name for name in names if name in left]:
             unbroken = ", ".join(name.replace(" ", "\0") for name in found)
             lines = wrap(f"{what}: {unbroken}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
             yield from (line.replace("\0", " ") for line in lines)
-
-
-def _card_lines(prediction: Prediction) -> Iterator[str]:
-    yield from _card_table(prediction, mark="   <- this one")
-    yield from _card_notes(prediction)
 
 
 def _card_table(prediction: Prediction, mark: str) -> Iterator[str]:
@@ -253,17 +250,16 @@ def render_prediction(prediction: Prediction) -> str:
     from autobatch.report.html import render  # noqa: PLC0415 - only notebooks need it
 
     peak = share_of(prediction.peak_bytes, prediction.gpu.total_bytes)
-    size, steps, division = "none", "no plan", _refuse(prediction, peak)
-    if plan := prediction.plan:
-        size, division = str(plan.micro_batch_size), describe_division(plan)
-        steps = plural(plan.accumulation_steps, "step")
+    plan = prediction.plan
     margin = f"left free, as a margin; nothing was run, {prediction.seconds:.1f} s"
     return render(
         "notebook.html",
         title=f"autobatch: predicted on {prediction.gpu.name}",
         headlines=[
-            (size, "samples in a micro-batch"),
-            (steps, division),
+            (str(prediction.micro_batch_size or "none"), "samples in a micro-batch"),
+            (plural(plan.accumulation_steps, "step"), describe_division(plan))
+            if plan
+            else ("no plan", _refuse(prediction, peak)),
             (peak, "predicted peak"),
             (_percent(prediction.margin), margin),
         ],
@@ -294,8 +290,7 @@ def _table_sections(prediction: Prediction) -> Iterator[Section]:
     )
     yield Section("Memory by size", chart=drawn["peak"], table=points, planned=chosen)
     yield Section("What would help", table=Table(("saves", "micro-batch", "change"), changes))
-    headings = ("card", "memory", "micro-batch", "steps", "peak")
-    yield Section(_title_cards(prediction), table=Table(headings, cards, (_NOMINAL,)))
+    yield Section(_title_cards(prediction), table=Table(CARD_HEADINGS, cards, (_NOMINAL,)))
 
 
 def charts(prediction: Prediction) -> dict[str, Chart]:
