@@ -39,6 +39,7 @@ class Estimate:
     # Samples of an optimizer step; 0: two micro-batches a step. Every micro-batch leaves what it returns beside its
     # loss ("aux"), and a trace has two micro-batches. If one micro-batch is the whole target, there is no second.
     target: int = 0
+    whole: TracedStep | None = None  # a step of ``WholeBatch`` at the target, which runs in one pass: another program
     resident_threads: int = 0  # threads that the card runs at once, which share a sum; 0: sums take no buffers
     workspaces: Workspaces = _NO_WORKSPACES  # of cuDNN on the card
     _own: _Known = field(default_factory=dict)
@@ -77,13 +78,21 @@ class Estimate:
         if n not in steps:
             if len(steps) >= _MOST_STEPS:
                 steps.clear()
-            step = self.timeline.at(n)
+            step = self.whole if self._runs_whole(n) and self.whole else self.timeline.at(n)
             is_alone = 0 < self.target <= n and not self.timeline.interpolated
-            if is_alone and (parts := find_parts(step.order, step.blocks)) is not None:
+            if is_alone and not self.whole and (parts := find_parts(step.order, step.blocks)) is not None:
                 order = tuple(without_second_micro_batch(step.order, step.blocks, parts))
                 step = step.model_copy(update={"order": order})
             steps[n] = step
         return steps[n]
+
+    def ends_in_loss(self, n: int) -> bool:
+        """Return whether most memory is taken in the loss of a ``WholeBatch``, which no micro-batch size lowers."""
+        step = self.step(n)
+        order, _ = self.with_workspaces(step)
+        reached = order[: (self._peak(step).peak_position or 0) + 1]
+        made = next((entry for entry in reversed(reached) if 0 < entry <= len(step.blocks)), 0)
+        return made > 0 and step.blocks[made - 1].phase == "loss"
 
     @property
     def largest_traced(self) -> int | None:
@@ -134,6 +143,9 @@ class Estimate:
     def by_module(self, n: int) -> Counter[str]:
         return self._sum_alive(n, lambda block: block.module)
 
+    def _runs_whole(self, n: int) -> bool:
+        return self.whole is not None and 0 < self.target <= n
+
     def _allocated_by_two(self, n: int) -> int:
         return self._measure("allocated", n, lambda step: self._peak(step).allocated)
 
@@ -163,7 +175,7 @@ class Estimate:
         return (-(-self.target // n) - _TRACED_MICRO_BATCHES) * self._measure(name, n, measure, self._shared)
 
     def _sum_alive(self, n: int, key: Callable[[Block], str]) -> Counter[str]:
-        if not self.timeline.interpolated:
+        if not self.timeline.interpolated or self._runs_whole(n):
             return +self._alive_in(self.step(n), key)
         sums = {step.samples: self._alive_in(step, key) for step in self.timeline.traced}
 
@@ -186,7 +198,7 @@ class Estimate:
     def _measure(self, name: str, n: int, quantity: Callable[[TracedStep], int], known: _Known | None = None) -> int:
         known = self._own if known is None else known
         if (name, n) not in known:
-            is_exact = not self.timeline.interpolated
+            is_exact = not self.timeline.interpolated or self._runs_whole(n)
             known[name, n] = quantity(self.step(n)) if is_exact else self.timeline.measure(n, quantity)
         return cast("int", known[name, n])
 

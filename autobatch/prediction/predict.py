@@ -33,7 +33,7 @@ from autobatch.prediction.prediction import Part, Prediction, Strategy
 from autobatch.prediction.prior import read_card
 from autobatch.prediction.sizing import Proof, Sizing, find_limit, find_smallest, prove_sizing, trace_savings
 from autobatch.prediction.tracing.ranks import Parallelism, find_units, read_parallelism
-from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
+from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline, trace_whole
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
 from autobatch.step.default_step import default_step
@@ -117,18 +117,17 @@ def predict(
     for name, switch in zip(names, (expandable_segments, scaler, what_if, all_cards, progress), strict=True):
         check_switch(name, switch)
     check_model(model)
-    if isinstance(step, WholeBatch):
-        raise InvalidArgument(
-            "predict() does not know WholeBatch yet: call fit() on the card, whose trials run its loss at the target"
-        )
     model, parallelism = read_parallelism(model, world_size, data_parallel)
+    if parallelism is not None and isinstance(step, WholeBatch):
+        raise InvalidArgument("WholeBatch is predicted on one rank only: leave out world_size= and data_parallel=")
     shares = share_target(target_batch, "equal", [1.0] * (parallelism.world_size if parallelism else 1))
     if gpu is None and not torch.cuda.is_available():
         raise InvalidArgument("no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'")
     card = read_card() if gpu is None else find_gpu(gpu)
     workload = Workload(model, default_step if step is None else step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, shares[0], has_own_step=step is not None)
-    circumstances = Circumstances(scaler=scaler, parallelism=parallelism)
+    whole = shares[0] if isinstance(step, WholeBatch) else 0
+    circumstances = Circumstances(scaler=scaler, parallelism=parallelism, whole=whole)
     with showing_progress(progress=progress) as hooks:
         sizing, proof = _find_sizing(
             workload,
@@ -181,8 +180,9 @@ def _find_sizing(
     is_doubtful = share > 1 and (may_refuse_one_sample(model) or not model.training)  # traced in train mode
     with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:
         timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
+        whole = run_apart(lambda: trace_whole(workload, layout, circumstances))
         smallest = ask_smallest() if ask_smallest else None
-    estimate = Estimate(timeline, expandable_segments=expandable_segments, target=share).on_card(card)
+    estimate = Estimate(timeline, expandable_segments=expandable_segments, target=share, whole=whole).on_card(card)
     sizing, proof = prove(Sizing(estimate, card, share, margin, smallest or 1))
     # A division that ends in one sample needs a model that can run it.
     ends_in_one = sizing.largest > 0 and min(balance(share, sizing.largest)) == 1 < share
@@ -224,6 +224,7 @@ def _predict(
         margin=sizing.margin,
         margin_reason=MARGIN_REASON if sizing.margin == MARGIN else f"because margin={sizing.margin:g} was asked for",
         cards=sizing.cards(every=all_cards),
+        peaks_in_loss=estimate.ends_in_loss(judged),
         interpolated=estimate.timeline.interpolated,
         cudnn_version=estimate.workspaces.version,
         has_convolutions=estimate.timeline.has_convolutions,

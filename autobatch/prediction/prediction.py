@@ -98,6 +98,7 @@ class Prediction(Record):
         margin: The fraction of the predicted peak of the process that is left free on top of it.
         margin_reason: Why it is that much.
         cards: The same step on the common cards and the asked one, or on all known cards.
+        peaks_in_loss: Whether the peak is in the loss of a ``WholeBatch``, which is as large in any micro-batches.
         interpolated: Whether the step ran different operators at different sizes. Numbers for other sizes then lie on
             lines through the two nearest traces.
         has_convolutions: Whether any operator may take a workspace of cuDNN.
@@ -132,6 +133,7 @@ class Prediction(Record):
     margin: Annotated[float, Field(ge=0, lt=1)]
     margin_reason: Text
     cards: Annotated[tuple[CardFit, ...], LISTED]
+    peaks_in_loss: Flag = False
     interpolated: Flag = False
     has_convolutions: Flag = False
     cudnn_version: Count = 0

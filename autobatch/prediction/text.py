@@ -81,6 +81,8 @@ def explain_changes(prediction: Prediction) -> str:
 
 def _refuse(prediction: Prediction, peak: str) -> str:
     least = prediction.judged_size  # more than one where the model cannot run one sample
+    if prediction.peaks_in_loss:
+        return f"the loss over the whole batch does not fit at any micro-batch size: {peak}"
     if prediction.peak_bytes > prediction.gpu.total_bytes:
         return f"not even {'one sample fits' if least == 1 else f'{least} samples fit'}: {peak}"
     samples = "one sample leaves" if least == 1 else f"{least} samples leave"

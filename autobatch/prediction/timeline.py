@@ -15,7 +15,8 @@ from pydantic import Field
 from autobatch.prediction.cudnn import Convolution
 from autobatch.records import Record
 
-Phase = Literal["before", "forward", "backward", "optimizer"]
+Phase = Literal["before", "forward", "loss", "backward", "optimizer"]
+"""``"loss"``: forward and backward of the loss of ``WholeBatch``."""
 Stream = Literal["compute", "all-gather", "reduce-scatter"]
 """The CUDA stream that allocates a block: no other stream reuses its memory."""
 _STREAMS: tuple[Stream, ...] = ("compute", "all-gather", "reduce-scatter")
@@ -25,6 +26,7 @@ Kind = Literal[
     "gradient",
     "optimizer state",
     "activation",
+    "representation",  # of all samples of a ``WholeBatch``
     "temporary",
     "input",
     "aux",

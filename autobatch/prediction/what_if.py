@@ -19,8 +19,9 @@ from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.prediction import Change
 from autobatch.prediction.sizing import Sizing, check_timeline, prove_sizing
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
-from autobatch.step.workload import Workload
+from autobatch.prediction.tracing.trace import Circumstances, trace_timeline, trace_whole
+from autobatch.step.whole_batch import WholeBatch
+from autobatch.step.workload import Step, Workload
 
 _FEWEST_BLOCKS = 3
 _BLOCK = 256  # numbers that share one float32 scale (bitsandbytes' block-wise quantization)
@@ -56,7 +57,8 @@ def try_changes(
             if way.workload is workload and way.circumstances == circumstances:  # only the allocator is another
                 changed = estimate.changed(expandable_segments=True)
             else:
-                changed = estimate.changed(timeline=run_apart(lambda: trace_way(way)))
+                whole = run_apart(lambda: trace_whole(way.workload, layout, way.circumstances))
+                changed = estimate.changed(timeline=run_apart(lambda: trace_way(way)), whole=whole)
             proven, _ = prove_sizing(replace(sizing, estimate=changed), way.workload, layout, way.circumstances)
         except Exception as error:  # noqa: BLE001 - it may come from what was changed
             text = (str(error).splitlines() or [""])[0]
@@ -79,13 +81,18 @@ def try_changes(
 
 
 def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:
-    autocast = replace(workload, step=_with_autocast(workload.step))
+    parts = workload.step if isinstance(workload.step, WholeBatch) else None
+    step: Step = _with_autocast(workload.step)
+    if parts:
+        step = WholeBatch(_with_autocast(parts.represent), _with_autocast(parts.loss))
+    autocast = replace(workload, step=step)
     yield _Way("bfloat16 autocast", "lower precision", autocast, usual)
     blocks = _own_blocks(workload.model) or repeated_blocks(workload.model)
     if blocks:
         kinds = Counter(type(block).__name__ for block in blocks)
         named = " and ".join(f"{count} {kind}" for kind, count in kinds.items())
-        step = _with_checkpoints(workload.step, workload.model, blocks)
+        step = _with_checkpoints(parts.represent if parts else workload.step, workload.model, blocks)
+        step = WholeBatch(step, parts.loss) if parts else step
         yield _Way(f"checkpointing of {named} blocks", "more time", replace(workload, step=step), usual)
     for name, effect, optimizer in other_optimizers(workload.optimizer):
         yield _Way(name, effect, replace(workload, optimizer=optimizer), usual)

@@ -472,7 +472,7 @@ def test_losses_with_counts_or_terms_are_refused(wrap, size):
 
 
 def test_arguments_that_mean_nothing_are_refused():
-    """Parts that cannot be called, a count, and a prediction."""
+    """Parts that cannot be called, and a count."""
     model, batch = make_model(), make_batch()
     with pytest.raises(InvalidArgument, match="represent="):
         autobatch.WholeBatch(model.image(batch[0]), clip(model).loss)
@@ -480,8 +480,6 @@ def test_arguments_that_mean_nothing_are_refused():
         autobatch.WholeBatch(represent, None)
     with pytest.raises(InvalidArgument, match="weigh="):
         autobatch.fit(model, SAMPLES, batch=batch, step=clip(model), weigh=len)
-    with pytest.raises(InvalidArgument, match="WholeBatch"):
-        autobatch.predict(model, batch, clip(model), gpu="24GiB")
 
 
 def test_the_training_loop_s_work_is_refused():

@@ -211,9 +211,9 @@ class Recorder(DispatchMode):
             self.label(tensor, kind)
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """The forward phase; its temporaries that are alive at the end are activations."""
-        self.log.phase, first = "forward", len(self.log.sizes)
+    def forward(self, phase: Phase = "forward") -> Iterator[None]:
+        """A forward phase; its temporaries that are alive at the end are activations."""
+        self.log.phase, first = phase, len(self.log.sizes)
         try:
             yield
         finally:
