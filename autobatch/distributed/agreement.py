@@ -44,8 +44,10 @@ class Agreement:
         """Whether all ranks have ended the call, by success or failure."""
         return self._channel.is_over
 
-    def gather(self, point: str, **values: Any) -> list[dict[str, Any]]:
-        """Exchange values at a point of the call; return those of each rank, by rank.
+    def gather(self, point: str, numbers: Mapping[str, float] | None = None, **values: Any) -> list[dict[str, Any]]:
+        """Exchange values and numbers at a point of the call; return those of each rank, by rank.
+
+        Values that differ between ranks take a second round of messages, numbers do not.
 
         Raises:
             RankFailed: Another rank has failed, or is at another point.
@@ -53,7 +55,9 @@ class Agreement:
             RankLost: Another rank is gone or did not answer.
         """
         with deferred_interrupts():  # every rank notes the same of this exchange
-            messages = self._send({"call": f"{self._call}, {point}", **values})
+            numbers = numbers or {}
+            message = {"call": f"{self._call}, {point}", "numbers": [*numbers], **values}
+            messages, rows = self._send(message, [*numbers.values()])
             failures = {rank: message for rank, message in enumerate(messages) if "error" in message}
             if failures:
                 raise self.refuse(self._explain(failures))
@@ -66,7 +70,7 @@ class Agreement:
                     )
                 )
             self._channel.is_over = False
-            return messages
+            return [one | dict(zip(one["numbers"], row, strict=False)) for one, row in zip(messages, rows, strict=True)]
 
     def refuse(self, error: AutobatchError) -> AutobatchError:
         """Return an error that every rank raises, as each has the same messages."""
@@ -94,12 +98,14 @@ class Agreement:
         """Keep an error in the update, which other ranks make, for this rank's next message."""
         self._channel.owed = {"error": name_error(error), "update": self._name}
 
-    def _send(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+    def _send(
+        self, message: dict[str, Any], numbers: Sequence[float] = ()
+    ) -> tuple[list[dict[str, Any]], list[Sequence[float]]]:
         owed, self._channel.owed = self._channel.owed, None
-        messages = self._channel.exchange(owed or message)
+        messages, rows = self._channel.exchange(owed or message, numbers)
         if all("update" in one for one in messages):  # every rank has raised the error of its own update
-            messages = self._channel.exchange(message)
-        return messages
+            messages, rows = self._channel.exchange(message, numbers)
+        return messages, rows
 
     def _explain(self, failures: Mapping[int, Mapping[str, str]]) -> AutobatchError:
         listed = self._channel.list_by_rank({rank: failure["error"] for rank, failure in failures.items()})

@@ -1,5 +1,11 @@
 """Exchanges small messages among all ranks, beside the process group that trains.
 
+1. Every rank sends one row of a fixed size: a hash of its message, and a few numbers.
+2. Only if two hashes differ, every rank sends its message to every other one.
+
+Rows go round in rounds: each rank passes on what it has, which doubles from round to round. So 1,024 ranks need ten
+rounds. All ranks see the same rows, so all decide alike whether messages follow.
+
 The channel is a gloo group. It lives on the host, so an exchange waits for no device. If a peer's process is gone, the
 kernel closes its sockets and the exchange ends at once, while NCCL would wait for its timeout.
 """
@@ -7,8 +13,10 @@ kernel closes its sockets and the exchange ends at once, while NCCL would wait f
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,8 +30,9 @@ from autobatch.distributed.lost_ranks import LostRanks, Process, find_process, s
 from autobatch.errors import RankLost
 from autobatch.undo.interrupts import deferred_interrupts
 
-_SLOT_BYTES = 1024  # of each rank in one exchange; a longer message takes a second one
-_HEAD_BYTES = 8  # of a slot, for the message's length
+_NUMBERS = 8  # of a row; more of them go with the message
+_ROW = struct.Struct(f"=16sQ{_NUMBERS}d")  # the message's hash and length, and the numbers
+_NO_HASH = bytes(16)  # of a rank whose row did not come
 _UNKNOWN_TIMEOUT = timedelta(minutes=30)  # torch's default_pg_timeout, if a group's own cannot be read
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
@@ -56,14 +65,17 @@ class Channel:
         self.timeout, self.exchanges, self.is_over = _timeout_of(owner), 0, True
         self.owed: dict[str, Any] | None = None
         self._name, self._loss = owner.group_name, ""
-        self._memory: list[tuple[bytearray, torch.Tensor]] = []
+        self._rows, self._held = bytearray(_ROW.size * self.size), list[torch.Tensor]()
+        self._rounds = self._plan_rounds()
         self._lost_ranks = LostRanks(self.members, self.rank, self._name)
         self._group = self._open_group(owner)
         _open.add(self)
-        self._lost_ranks.processes = [Process(*fields) for fields in self.exchange(find_process())]
+        self._lost_ranks.processes = [Process(*fields) for fields in self.exchange(find_process())[0]]
 
-    def exchange(self, message: Any) -> list[Any]:
-        """Send a message that JSON can hold to all ranks; return the message of each rank, by rank.
+    def exchange(self, message: Any, numbers: Sequence[float] = ()) -> tuple[list[Any], list[Sequence[float]]]:
+        """Send a message that JSON can hold, and numbers, to all ranks; return those of each rank, by rank.
+
+        What differs in every step belongs in the numbers. Zeros follow them in what is returned.
 
         Raises:
             RankLost: A rank is gone or did not answer within the timeout. Every later exchange raises it again.
@@ -75,13 +87,16 @@ class Channel:
                 "the process group was destroyed: initialize it again, wrap the model in it, and make a new Runner"
             )
         self.exchanges += 1
-        content = json.dumps(message).encode()
+        content = json.dumps([message, [*numbers[_NUMBERS:]]]).encode()
+        digest = hashlib.blake2b(content, digest_size=len(_NO_HASH)).digest()
+        first = [*numbers[:_NUMBERS], *[0.0] * (_NUMBERS - len(numbers))]
         with self.collective("an exchange of messages"):
-            rows = self._gather(content[: _SLOT_BYTES - _HEAD_BYTES], len(content), _SLOT_BYTES)
-            longest = max(length for length, _ in rows) + _HEAD_BYTES
-            if longest > _SLOT_BYTES:
-                rows = self._gather(content, len(content), longest)
-        return [json.loads(body) for _, body in rows]
+            rows = self._pass_on(_ROW.pack(digest, len(content), *first))
+            if all(row[0] == digest for row in rows):
+                read = [json.loads(content)] * self.size
+            else:
+                read = [json.loads(one) for one in self._gather(content, [row[1] for row in rows])]
+        return [one for one, _ in read], [(*row[2:], *rest) for row, (_, rest) in zip(rows, read, strict=True)]
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
@@ -136,34 +151,59 @@ class Channel:
                 f"({_first_line(error)})"
             ) from error
 
-    def _gather(self, content: bytes, length: int, slot: int) -> list[tuple[int, bytes]]:
-        """Return each rank's full length and the bytes of its message that fit its slot.
+    def _pass_on(self, row: bytes) -> list[tuple[Any, ...]]:
+        """Return the row of each rank, by rank.
 
-        Every rank sends its message to every other one. gloo's gather goes round in a ring: it took 1.4 to 2 times as
-        long on 2 to 4 ranks, and only the neighbours of a lost rank notice it.
+        A rank that misses rows still takes part to the end, so that all others miss them, too.
         """
-        row = (length.to_bytes(_HEAD_BYTES, "big") + content).ljust(slot, b"\0")
-        (to_send, sent), (received_bytes, received) = self._find_memory(slot * self.size)
-        to_send[:] = row * self.size
+        failures: list[RuntimeError] = []
+
+        def attempt(action: Callable[..., Any], *arguments: Any) -> Any:
+            try:
+                return action(*arguments)
+            except RuntimeError as error:
+                failures.append(error)
+
+        self._rows[:] = row.ljust(len(self._rows), b"\0")
+        works = [attempt(self._group.recv, [received], source, 0) for _, _, received, source in self._rounds]
+        for work, (sent, receiver, _, _) in zip(works, self._rounds, strict=True):
+            for one in (attempt(self._group.send, [sent], receiver, 0), work):
+                if one is not None:
+                    attempt(one.wait)
+        rows = [*_ROW.iter_unpack(self._rows)]
+        if any(one[0] == _NO_HASH for one in rows):
+            raise failures[0] if failures else RuntimeError("the row of a rank did not come")
+        return [rows[(rank - self.rank) % self.size] for rank in range(self.size)]
+
+    def _plan_rounds(self) -> list[tuple[torch.Tensor, int, torch.Tensor, int]]:
+        """Return for each round what is sent, and to which rank, and where the rows of which rank go.
+
+        In memory this rank's row is the first one, then comes that of the next rank.
+        """
+        rounds, count = [], 1
+        with torch.inference_mode(mode=False):  # an inference tensor could not be written in another mode
+            rows = torch.frombuffer(self._rows, dtype=torch.uint8).view(self.size, _ROW.size)
+            while count < self.size:
+                receiver, source = (self.rank - count) % self.size, (self.rank + count) % self.size
+                received = rows[count : 2 * count]
+                rounds.append((rows[: len(received)], receiver, received, source))
+                count *= 2
+        return rounds
+
+    def _gather(self, content: bytes, lengths: Sequence[int]) -> list[bytes]:
+        """Return each rank's message; every rank sends its own to every other one.
+
+        gloo's gather goes round in a ring: it took 1.4 to 2 times as long on 2 to 4 ranks, and only the neighbours of
+        a lost rank notice it.
+        """
+        slot = max(lengths)
+        memory = [bytearray(content.ljust(slot, b"\0") * self.size), bytearray(slot * self.size)]
+        with torch.inference_mode(mode=False):
+            sent, received = (torch.frombuffer(part, dtype=torch.uint8) for part in memory)
+        # gloo's thread drops its references some time later; dropping the last one needs the interpreter's lock.
+        self._held = [sent, received]
         self._group.alltoall_base(received, sent, [], []).wait()
-        found = []
-        for start in range(0, slot * self.size, slot):
-            body = start + _HEAD_BYTES
-            length = int.from_bytes(received_bytes[start:body], "big")
-            found.append((length, bytes(received_bytes[body : min(start + slot, body + length)])))
-        return found
-
-    def _find_memory(self, size: int) -> list[tuple[bytearray, torch.Tensor]]:
-        """Return memory to send and to receive, each as bytes and as a tensor on them.
-
-        It is kept for the next exchange. gloo's thread drops its references some time later; dropping the last one
-        needs the interpreter's lock.
-        """
-        if not self._memory or len(self._memory[0][0]) != size:
-            with torch.inference_mode(mode=False):  # an inference tensor could not be written in another mode
-                parts = [bytearray(size) for _ in range(2)]
-                self._memory = [(part, torch.frombuffer(part, dtype=torch.uint8)) for part in parts]
-        return self._memory
+        return [bytes(memory[1][slot * rank :][:length]) for rank, length in enumerate(lengths)]
 
 
 def open_channel(group: dist.ProcessGroup | None) -> Channel:

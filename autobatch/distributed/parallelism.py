@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autobatch.distributed.data_parallel import module_of, refuse_tensor_parallelism, refuse_unsupported
 from autobatch.distributed.ranks import Ranks, world_size
-from autobatch.distributed.sharded import ShardedRanks, ShardedStep, is_sharded
-from autobatch.distributed.shared_step import SharedStep
+from autobatch.distributed.sharded import ClippedShardedStep, ShardedRanks, ShardedStep, is_sharded
+from autobatch.distributed.shared_step import ConfirmedStep, SharedStep
 from autobatch.errors import InvalidArgument
 
 
@@ -54,9 +54,11 @@ def begin_step(
     optimizer: Any | None = None,
     *,
     max_grad_norm: float | None = None,
-    meets_again: bool = False,
+    is_confirmed: bool = False,
 ) -> SharedStep:
-    """Make this rank's part of a step."""
+    """Make this rank's part of a step; ``is_confirmed``: all ranks confirm it after the sum."""
     if isinstance(ranks, ShardedRanks):
-        return ShardedStep(ranks, name, optimizer, max_grad_norm=max_grad_norm, meets_again=meets_again)
-    return SharedStep(ranks, name, optimizer, meets_again=meets_again)
+        if max_grad_norm is None:
+            return ShardedStep(ranks, name, optimizer)
+        return ClippedShardedStep(ranks, name, optimizer, max_grad_norm)
+    return (ConfirmedStep if is_confirmed else SharedStep)(ranks, name, optimizer)

@@ -33,28 +33,26 @@ _RATES_DIFFER_BY = 1e-9
 
 
 class SharedStep:
-    """One step, on every rank.
+    """One step, on every rank, after whose sum nothing fails on one rank alone.
 
     Attributes:
         ranks: Report of each rank, from ``agree`` on.
         is_agreed: Whether all ranks make the step: nothing can be restored on all of them.
     """
 
-    def __init__(self, ranks: Ranks, name: str, optimizer: Any | None = None, *, meets_again: bool = False) -> None:
+    def __init__(self, ranks: Ranks, name: str, optimizer: Any | None = None) -> None:
         """Send nothing yet.
 
         Args:
             ranks: The ranks.
             name: ``"step 3"`` or ``"accumulate 3"``.
             optimizer: Optimizer whose learning rates must be equal; ``None``: they are not compared.
-            meets_again: Whether something may fail on one rank between the sum and the update, such as clipping. Then
-                ``settle`` is another exchange, in which buffers and rates are compared.
         """
         self.ranks: tuple[RankStep, ...] = ()
         self.is_agreed = False
         self._ranks, self._agreement = ranks, Agreement(ranks.channel, name, ranks.number)
         self._wrapper: Any = ranks.model
-        self._optimizer, self._meets_again, self._block = optimizer, meets_again, ExitStack()
+        self._optimizer, self._block = optimizer, ExitStack()
         self._totals: tuple[Mapping[str, float], int] | None = None
         self._slots: Sequence[GradientSlot] = ()
         self._factor: float | None = None
@@ -84,7 +82,7 @@ class SharedStep:
         """
         if self._totals is None and self._ranks.by_term is not False:
             with deferred_interrupts():  # every rank knows the same after this exchange
-                self._totals = self._exchange_totals(weights, samples)
+                _, self._totals = self._exchange_totals("totals", weights, samples)
                 self._ranks.by_term = "" not in self._totals[0] if self._totals[1] else None
         if not self._ranks.by_term and samples and "" not in weights:
             raise InvalidArgument(
@@ -93,17 +91,21 @@ class SharedStep:
             )
         return self._totals if self._ranks.by_term else None
 
-    def _exchange_totals(self, weights: Mapping[str, float], samples: int) -> tuple[Mapping[str, float], int]:
-        gathered = self._agreement.gather("totals", weights=dict(weights), samples=samples)
-        named = [values["weights"] for values in gathered if values["samples"]] or [{"": 0.0}]
-        terms = [sorted(one) for one in named]
+    def _exchange_totals(
+        self, point: str, weights: Mapping[str, float], samples: int, **numbers: float
+    ) -> tuple[list[dict[str, Any]], tuple[Mapping[str, float], int]]:
+        """Exchange the numbers, too; return what each rank sent, and the totals."""
+        counts = {f"count of {name}": count for name, count in weights.items()}
+        gathered = self._agreement.gather(point, {**numbers, "samples": samples, **counts}, terms=sorted(weights))
+        counting = [values for values in gathered if values["samples"]]
+        terms = [values["terms"] for values in counting] or [[""]]
         self._agreement.refuse_unlike(
             terms,
             f"weigh() names different terms on different ranks ({terms}): name the same terms on each, with 0 if there "
             f"is nothing to count",
         )
-        totals = {name: math.fsum(one[name] for one in named) for name in named[0]}
-        return totals, sum(values["samples"] for values in gathered)
+        totals = {name: math.fsum(values[f"count of {name}"] for values in counting) for name in terms[0]}
+        return gathered, (totals, sum(int(values["samples"]) for values in counting))
 
     @torch.no_grad()
     def agree(
@@ -150,20 +152,20 @@ class SharedStep:
             "gradients": _digest(slot.has_any() for slot in slots),
             "trains": _digest(parameter.requires_grad for parameter in parameters if not has_shards(parameter)),
             "earlier": digest_values([*earlier.values()]),
-            "divisor": None if loss is None else [counted, unit, states],
+            "states": None if loss is None else states,
+            **self._describe_update(),
         }
-        if not self._meets_again:
-            values |= self._describe_update()
+        numbers = {**did, "counted": counted, "unit": unit or 0.0}
         self._block.enter_context(deferred_interrupts())  # until close(): the other ranks wait for this one
         self._ranks.own_time.stop()
-        gathered = self._agreement.gather("update", did={**did, "seconds": self._ranks.own_time.read()}, **values)
+        gathered = self._agreement.gather("update", {"seconds": self._ranks.own_time.read(), **numbers}, **values)
         self._refuse_differences(gathered)
-        divisors = [values["divisor"] for values in gathered if values["divisor"] is not None]
-        if not divisors:
+        counting = [values for values in gathered if values["states"] is not None]
+        if not counting:
             self._agreement.end()
             return True
         self._agreement.refuse_unlike(
-            [states for *_, states in divisors],
+            [values["states"] for values in counting],
             "the step returns a count (Mean, Sum) on one rank and none on another: always return it",
         )
         if any(values["gradients"] != gathered[0]["gradients"] for values in gathered):
@@ -172,12 +174,14 @@ class SharedStep:
             _fill(slots, [slots[place].parameter for place in found])
             return False
         # A rank without a loss has its part of the others' sharded gradients, so it needs their unit.
-        unit = divisors[0][1] if loss is None else unit
-        self._factor = 1.0 if unit is None else unit / math.fsum(counted for counted, *_ in divisors)
+        unit = counting[0]["unit"] if loss is None else unit
+        self._factor = unit / math.fsum(values["counted"] for values in counting) if unit else 1.0
         self._slots = [*(slot for slot in slots if slot.has_any()), GradientSlot(total, {})]
-        self.ranks = tuple(RankStep(rank=rank, **values["did"]) for rank, values in enumerate(gathered))
-        if not self._meets_again:
-            self._end()
+        parts = [{name: int(values[name]) for name in did} for values in gathered]
+        self.ranks = tuple(
+            RankStep(rank=rank, seconds=gathered[rank]["seconds"], **part) for rank, part in enumerate(parts)
+        )
+        self._end()
         return True
 
     @torch.no_grad()
@@ -208,10 +212,6 @@ class SharedStep:
 
         DistributedDataParallel sends buffers when a step begins, but a step that is run again would undo that.
         """
-        if self._meets_again:  # hooks that ran since may have set buffers and rates
-            self._refuse_differences(self._meet_again(**self._describe_update()))
-            self._end()
-            self._send_buffers()
         if self._buffers is not None:
             self._buffers.write()
 
@@ -222,9 +222,6 @@ class SharedStep:
     def _end(self) -> None:
         self._agreement.end()
         self.is_agreed = True
-
-    def _meet_again(self, **values: Any) -> list[dict[str, Any]]:
-        return self._agreement.gather("after the sum", **values)
 
     def _describe_update(self) -> dict[str, Any]:
         """Copy the buffers, and return what must be equal on all ranks right before the update."""
@@ -253,6 +250,30 @@ class SharedStep:
                     f"optimizer would move their parameters apart: give the scheduler the same number on every rank"
                 )
             )
+
+
+class ConfirmedStep(SharedStep):
+    """One step, on every rank, that all confirm right before the update.
+
+    Something may fail on one rank after the sum: unscaling, clipping, or hooks that a framework calls there. These may
+    also set buffers and rates, so both are compared only then.
+    """
+
+    def settle(self) -> None:
+        """Let all ranks make the update, or none; take the buffers of rank 0."""
+        self._refuse_differences(self._confirm(**super()._describe_update()))
+        super()._end()
+        self._send_buffers()
+        super().settle()
+
+    def _confirm(self, **values: Any) -> list[dict[str, Any]]:
+        return self._agreement.gather("after the sum", **values)
+
+    def _describe_update(self) -> dict[str, Any]:
+        return {}
+
+    def _end(self) -> None:
+        """Let ``settle`` end the call."""
 
 
 _MUST_BE_EQUAL = {

@@ -148,7 +148,9 @@ class Accumulation:
         loss = StepLoss(micro_batches, weighed=weighed, counted_per_sample=per_sample, is_scaled=is_scaled)
         progress = AccumulationState(groups, micro_batches, loss, watch, had_gradients=undo.gradients.are_there)
         if shared is not None:
-            self._open(shared, progress, batches)
+            if not loss.are_exact:  # a sum that does not depend on how this rank's samples are cut
+                loss.count_again(self._cut_wholes(batches))
+            self._open(shared, progress)
         return progress
 
     def attempt(self, progress: AccumulationState, undo: Undo) -> Shortage | None:
@@ -364,11 +366,9 @@ class Accumulation:
         if wrong:
             raise InvalidArgument(wrong)
 
-    def _open(self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout]) -> None:
+    def _open(self, shared: SharedStep, progress: AccumulationState) -> None:
         """Divide by what all ranks' total is expected to be; by their totals if terms have their own denominators."""
         own = progress.loss
-        if not own.are_exact:  # a sum that does not depend on how this rank's samples are cut
-            own.count_again(self._cut_wholes(batches))
         totals = shared.find_totals(own.weights, own.samples)
         if totals is None:
             own.expect(self.share, self.target)

@@ -169,13 +169,13 @@ def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout],
     is_first = not reading.has_begun
     with Agreement(ranks.channel, f"step {step}", ranks.number) as agreement:
         layouts = reading.take()
-        gathered = agreement.gather("batches", samples=count_samples(layouts), first=is_first)
+        gathered = agreement.gather("batches", {"samples": count_samples(layouts)}, first=is_first)
     agreement.refuse_unlike(
         [one["first"] for one in gathered],
         "one rank begins a pass of run(loader), and another is in the middle of one: leave the loop at the same step "
         "on every rank",
     )
-    return layouts, sum(one["samples"] for one in gathered)
+    return layouts, sum(int(one["samples"]) for one in gathered)
 
 
 def check_loader(loader: Any, epochs: Any) -> None:

@@ -59,6 +59,7 @@ class LockstepAccumulation(Accumulation):
     """
 
     _shared: ShardedStep | None = None
+    _own_totals: tuple[Mapping[str, float], int] = field(default_factory=lambda: ({}, 0))
     _spare: Layout | None = None
     _is_short: bool = False
     _outputs: Sequence[ModelOutput] = ()
@@ -170,16 +171,18 @@ class LockstepAccumulation(Accumulation):
     def _forget_graph(self) -> None:
         self._outputs, self._losses = (), {}
 
-    def _open(self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout]) -> None:
-        super()._open(shared, progress, batches)
-        progress.loss.use_common_unit()
+    def _open(self, _: SharedStep, progress: AccumulationState) -> None:
+        """Keep this rank's totals: the ranks exchange them with their numbers of micro-batches."""
+        self._own_totals = progress.loss.weights, progress.loss.samples
 
     def _agree_on_number(self, progress: AccumulationState) -> int:
-        """Agree on the number of micro-batches of every rank; divide this rank's samples among more if needed."""
+        """Agree on totals and the number of micro-batches; divide this rank's samples among more if needed."""
         assert self._shared is not None  # noqa: S101 - narrows for mypy
         own = _count(progress)
         with deferred_interrupts():
-            number = self._shared.agree_on_number(own)
+            number, totals = self._shared.agree_on_number(own, *self._own_totals)
+            progress.loss.share(*totals)
+            progress.loss.use_common_unit()
             if number:  # from the exchange on, the other ranks are in the pass
                 self._passes.start("forward")
         if 0 < own < number:

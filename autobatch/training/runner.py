@@ -33,7 +33,7 @@ from autobatch.batch.lengths import ByLength
 from autobatch.batch.samples import Layout
 from autobatch.distributed.parallelism import begin_step, find_ranks, take_module
 from autobatch.distributed.ranks import all_or_none
-from autobatch.distributed.sharded import ShardedRanks, ShardedStep
+from autobatch.distributed.sharded import ClippedShardedStep, ShardedRanks, ShardedStep
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.events import Hook
@@ -372,12 +372,12 @@ class StepRunner:
         given = {"optimizer": self._workload.optimizer, "max_grad_norm": self._max_grad_norm} if update else {}
         scales = self._update is not None and self._update.scaler is not None
         # Unscaling, clipping, and what a framework calls there come after the sum, and may fail on one rank alone.
-        meets_again = self._calls_between or (update and (scales or self._max_grad_norm is not None))
+        is_confirmed = self._calls_between or (update and (scales or self._max_grad_norm is not None))
         name = f"{'step' if update else 'accumulate'} {self.steps}"
-        return begin_step(self._ranks, name, meets_again=meets_again, **given)
+        return begin_step(self._ranks, name, is_confirmed=is_confirmed, **given)
 
     def _read_norm(self, shared: SharedStep | None) -> torch.Tensor | None:
-        source = shared if isinstance(shared, ShardedStep) else self._update
+        source = shared if isinstance(shared, ClippedShardedStep) else self._update
         return None if source is None else source.gradient_norm
 
     def _describe(self, batches: Sequence[Any], *, update: bool, is_cut: bool) -> Sequence[Layout]:

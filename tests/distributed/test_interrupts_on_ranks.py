@@ -29,8 +29,8 @@ def interrupted_after(count):
     """Ctrl-C comes on one rank when its exchange of this number is done."""
     exchange, done = Channel.exchange, []
 
-    def exchange_and_raise(channel, message):
-        messages = exchange(channel, message)
+    def exchange_and_raise(channel, message, numbers=()):
+        messages = exchange(channel, message, numbers)
         done.append(message)
         if dist.get_rank() == WHICH and len(done) == count:
             signal.raise_signal(signal.SIGINT)

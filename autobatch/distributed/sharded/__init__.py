@@ -8,7 +8,7 @@ from autobatch.distributed.sharded.lockstep import DIFFERS, ONE_SAMPLE, PassDiff
 from autobatch.distributed.sharded.model import divisor_of, keeping_parameters
 from autobatch.distributed.sharded.passes import Passes
 from autobatch.distributed.sharded.ranks import ShardedRanks
-from autobatch.distributed.sharded.step import ShardedStep
+from autobatch.distributed.sharded.step import ClippedShardedStep, ShardedStep
 from autobatch.distributed.sharded.zero_backward import (
     ModelOutput,
     collect_outputs,
@@ -20,6 +20,7 @@ from autobatch.distributed.sharded.zero_backward import (
 __all__ = [
     "DIFFERS",
     "ONE_SAMPLE",
+    "ClippedShardedStep",
     "ModelOutput",
     "PassDiffers",
     "PassDropped",

@@ -11,7 +11,7 @@ import torch
 from autobatch.distributed.channel import uninterrupted
 from autobatch.distributed.sharded.passes import Passes
 from autobatch.distributed.sharded.ranks import ShardedRanks
-from autobatch.distributed.shared_step import SharedStep
+from autobatch.distributed.shared_step import ConfirmedStep, SharedStep
 from autobatch.records import IN_EACH, SUMMINGS, Summing
 from autobatch.torch_internals.storages import has_shards
 
@@ -21,20 +21,11 @@ class ShardedStep(SharedStep):
 
     passes: Passes
     summing: Summing = IN_EACH  # what this rank has memory for
-    gradient_norm: torch.Tensor | None = None  # over all ranks, before clipping
 
-    def __init__(
-        self,
-        ranks: ShardedRanks,
-        name: str,
-        optimizer: Any | None = None,
-        *,
-        max_grad_norm: float | None = None,
-        meets_again: bool = False,
-    ) -> None:
-        """Send nothing yet; gradients are clipped to ``max_grad_norm`` over all ranks."""
-        super().__init__(ranks, name, optimizer, meets_again=meets_again)
-        self.passes, self._max_grad_norm, self._replicas = ranks.passes, max_grad_norm, ranks.replicas
+    def __init__(self, ranks: ShardedRanks, name: str, optimizer: Any | None = None) -> None:
+        """Send nothing yet."""
+        super().__init__(ranks, name, optimizer)
+        self.passes, self._replicas = ranks.passes, ranks.replicas
 
     def begin(self) -> None:
         """Let all ranks end each pass together, until ``close``."""
@@ -52,19 +43,20 @@ class ShardedStep(SharedStep):
             super().fail(error)
         self.passes.abandon(error)
 
-    def find_totals(self, weights: Mapping[str, float], samples: int) -> tuple[Mapping[str, float], int]:
-        """Return the totals of all ranks, which sum gradients in each pass."""
-        if self._totals is None:
-            self._totals = self._exchange_totals(weights, samples)
-        return self._totals
+    def agree_on_number(
+        self, micro_batches: int, weights: Mapping[str, float], samples: int
+    ) -> tuple[int, tuple[Mapping[str, float], int]]:
+        """Return the most micro-batches that any rank has left, and the totals of each term and of the samples.
 
-    def agree_on_number(self, micro_batches: int) -> int:
-        """Return the most micro-batches that any rank has left; gradients are summed as every rank has memory for."""
+        Gradients are summed as rarely as every rank has memory for.
+        """
         own = SUMMINGS.index(min(self.summing, self.passes.most, key=SUMMINGS.index))
-        gathered = self._agreement.gather("micro-batches", count=micro_batches, summing=own)
-        number = max(int(values["count"]) for values in gathered)
-        self.passes.expect(number, SUMMINGS[min(values["summing"] for values in gathered)])
-        return number
+        gathered, totals = self._exchange_totals(
+            "micro-batches", weights, samples, micro_batches=micro_batches, summing=own
+        )
+        number = max(int(values["micro_batches"]) for values in gathered)
+        self.passes.expect(number, SUMMINGS[min(int(values["summing"]) for values in gathered)])
+        return number, totals
 
     def sum(
         self, parameters: Sequence[torch.Tensor], sums: MutableMapping[torch.Tensor, torch.Tensor]
@@ -83,20 +75,31 @@ class ShardedStep(SharedStep):
     def _copy_buffers(self) -> None:
         """Each rank keeps its own buffers, as with ``fully_shard``."""
 
-    def _meet_again(self, **values: Any) -> list[dict[str, Any]]:
-        if self._max_grad_norm is None:
-            return super()._meet_again(**values)
-        return self._clip(self._max_grad_norm, values)
 
-    def _clip(self, most: float, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+class ClippedShardedStep(ShardedStep, ConfirmedStep):
+    """One step whose gradients are clipped to a norm over all ranks.
+
+    Attributes:
+        gradient_norm: Norm before clipping.
+    """
+
+    gradient_norm: torch.Tensor | None = None
+
+    def __init__(self, ranks: ShardedRanks, name: str, optimizer: Any, max_grad_norm: float) -> None:
+        """Send nothing yet."""
+        super().__init__(ranks, name, optimizer)
+        self._max_grad_norm = max_grad_norm
+
+    def _confirm(self, **values: Any) -> list[dict[str, Any]]:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does; its collectives would wait for a rank that fails."""
         parts, whole = _split_gradients(self._optimizer)
-        gathered = self._agreement.gather("clip", square=_sum_squares(parts), whole=_sum_squares(whole), **values)
+        squares = {"square": _sum_squares(parts), "whole": _sum_squares(whole)}
+        gathered = self._agreement.gather("clip", squares, **values)
         square = math.fsum(values["square"] for values in gathered) / self._replicas
         square += gathered[0]["whole"]  # the same on each rank
         norm = math.sqrt(square)
         self.gradient_norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
-        factor = most / (norm + 1e-6)
+        factor = self._max_grad_norm / (norm + 1e-6)
         if not factor >= 1:  # not "<", which is false for nan
             for gradient in (*parts, *whole):
                 gradient.mul_(factor)
