@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autobatch._bounds import LISTED, SHORTEST, Bytes, Count, Flag, Ratio, Samples, Seconds, Text
-from autobatch._formatting import describe_fields, is_one_line, plural, show_value
+from autobatch._formatting import describe_fields, format_bytes, is_one_line, plural, show_value
 
 _MODULES_SHOWN = 3
 _LONGEST_REASON = 200  # of each half of a reason: a field's name may come from the file, and be as long as that
@@ -30,6 +30,8 @@ Phase = Literal["forward", "loss", "backward", "gradients", "optimizer state", "
 # Ways in which a step may already save memory.
 Saving = Literal["activation checkpointing", "autocast", "16-bit parameters"]
 
+# Ways to make a step fit whose smallest micro-batch does not.
+Strategy = Literal["checkpoint"]
 
 # How often gradients of sharded parameters are summed over the ranks, from the least memory to the fewest collectives.
 Summing = Literal["in each micro-batch", "once a step", "once a step, parameters stay gathered"]
@@ -136,6 +138,7 @@ class Trial(Record):
         ended_in: Phase that ran out of memory; ``None`` if none did. ``"gradients"``: a backward pass whose gradients
             alone exceed the limit. ``"optimizer state"``: the optimizer made its state.
         length: Length to which ``fit`` trimmed the samples, with ``by_length``.
+        checkpointed: Number of blocks that were recomputed in the backward pass, with ``strategies``.
     """
 
     micro_batch_size: Samples
@@ -151,6 +154,7 @@ class Trial(Record):
     held_bytes: Bytes = 0
     ended_in: Phase | None = None
     length: Samples | None = None
+    checkpointed: Count = 0
 
     @property
     def samples_per_second(self) -> float:
@@ -170,6 +174,48 @@ class SizeAtLength(Record):
     length: Samples
     micro_batch_size: Samples
     peak_bytes: Bytes = 0
+
+
+class LeftOut(Record):
+    """A block that cannot be recomputed.
+
+    Attributes:
+        block: Its name in the model.
+        reason: Why its recomputation would change the training.
+    """
+
+    block: Text
+    reason: Text
+
+
+class Checkpointing(Record):
+    """Blocks of a model that a step recomputes in its backward pass, and what that saves and costs.
+
+    Attributes:
+        blocks: Names of the blocks.
+        candidates: Number of blocks among which they were chosen.
+        micro_batch_size: Samples in the micro-batches of the two peaks.
+        plain_bytes: Predicted peak without recomputation, which does not fit.
+        peak_bytes: Measured peak.
+        slowdown: Time of the recomputation, as a part of a step without it.
+        left_out: Blocks that cannot be recomputed, with the reasons.
+    """
+
+    blocks: Annotated[tuple[Text, ...], LISTED]
+    candidates: Count
+    micro_batch_size: Samples
+    plain_bytes: Bytes
+    peak_bytes: Bytes
+    slowdown: Ratio
+    left_out: Annotated[tuple[LeftOut, ...], LISTED] = ()
+
+    def __str__(self) -> str:
+        """One line: ``checkpointing 9 of 24 blocks: 38.1 -> 21.7 GiB, +14 % time``."""
+        before, after = format_bytes(self.plain_bytes), format_bytes(self.peak_bytes)
+        if before.split()[1] == after.split()[1]:
+            before = before.split()[0]
+        blocks = f"checkpointing {len(self.blocks)} of {plural(self.candidates, 'block')}"
+        return f"{blocks}: {before} -> {after}, +{100 * self.slowdown:.0f} % time"
 
 
 class Padding(Record):

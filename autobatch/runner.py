@@ -117,9 +117,9 @@ class Runner(StepRunner):
             step: As in both.
             optimizer: As in both.
             **options: Those of ``fit``: ``budget``, ``headroom``, ``max_micro_batch``, ``objective``,
-                ``accumulate_in_float32``, ``check``, ``reuse``, ``progress``, ``share``. Those of ``Runner``:
-                ``scaler``, ``max_grad_norm``, ``scheduler``, ``hooks``, ``keep``, ``backward``. And those of both:
-                ``weigh``, ``cut``, ``device``.
+                ``accumulate_in_float32``, ``check``, ``reuse``, ``progress``, ``strategies``, ``share``. Those of
+                ``Runner``: ``scaler``, ``max_grad_norm``, ``scheduler``, ``hooks``, ``keep``, ``backward``. And those
+                of both: ``weigh``, ``cut``, ``device``.
 
         Returns:
             A Runner whose ``plan`` is new.

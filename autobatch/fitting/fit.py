@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import PlanMade, emit
 from autobatch.events.progress import showing_progress
 from autobatch.exactness.verification import Planned, check_split
+from autobatch.fitting.choose_blocks import allow_strategies
 from autobatch.fitting.make_plan import Checked, Found, Request, make_plan
 from autobatch.fitting.options import check_options, check_sizes
 from autobatch.fitting.search import search, settle
@@ -37,11 +38,12 @@ from autobatch.plan import Plan
 from autobatch.planning.division import Objective, Share
 from autobatch.planning.plan_record import RankPlan
 from autobatch.planning.reuse import Wanted
-from autobatch.records import Verdict
+from autobatch.records import Strategy, Verdict
 from autobatch.step.default_step import NO_LOSS, default_step
 from autobatch.step.loop_guard import refuse_sample_gradients
 from autobatch.step.model_info import warn_of_batch_norms
 from autobatch.step.workload import Step, Weigh, Workload
+from autobatch.strategies.checkpointing import recompute
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.undo.training_state import TrainingState
 
@@ -85,6 +87,7 @@ def fit(
     reuse: bool = True,
     progress: bool = True,
     share: Share = "equal",
+    strategies: Literal["auto"] | Sequence[Strategy] | None = None,
 ) -> Plan:
     """Find how to split a target batch so that one optimizer step fits the device.
 
@@ -131,6 +134,10 @@ def fit(
         progress: Write one line a trial to stderr if that is a terminal.
         share: Division of the target among ranks: ``"equal"``, to one sample; ``"speed"``, by the rates of the trials,
             so that all ranks finish at about the same time; or a number of samples for each rank.
+        strategies: Changes of the step that may be made where the smallest micro-batch does not fit: ``"auto"``, or a
+            list. ``"checkpoint"``, the only one today, recomputes blocks of the model in the backward pass, with the
+            same gradient. The cheapest choice of blocks whose trial fits is taken; ``plan.checkpointing`` names them,
+            and ``Runner`` recomputes them in its steps. A step that fits without is left as it is.
 
     Returns:
         The plan. Its size has run.
@@ -151,7 +158,7 @@ def fit(
             target_batch, bound = check_sizes(target_batch, max_micro_batch)
             given = {"objective": objective, "check": check, "budget": budget, "headroom": headroom}
             in_float32, switches = accumulate_in_float32, {"reuse": reuse, "progress": progress}
-            check_options({**given, **switches, "accumulate_in_float32": in_float32})
+            check_options({**given, **switches, "accumulate_in_float32": in_float32, "strategies": strategies})
             module, own_optimizer = take_module(model, ranks), unwrap_optimizer(optimizer)
             workload = Workload(module, default_step if step is None else step, weigh, own_optimizer, "autobatch.fit")
             refuse_sample_gradients(module.named_parameters())
@@ -184,6 +191,7 @@ def fit(
                             *(workload, memory, allowance, state, division, wanted, source, lengths, hooks),
                             ledger=remembered,
                             budget_passed=budget is not None,
+                            strategies=allow_strategies(strategies, workload, are_sharded=division.trials.are_shared),
                         )
                         found = search(request)
                         rates.append({"rate": found.rate})
@@ -261,9 +269,17 @@ def _compare(request: Request, found: Found) -> Verdict:
     planned = Planned(found.samples, found.size, found.most_at_once(limit), found.smallest)
     request.announce("comparing the gradients of the whole and of its parts")
     is_far = found.curve is not None and _FAR * found.curve.peak_reserved(planned.most) < limit
+    # With all blocks recomputed that can be: the check holds more than a step, and the gradient is the same.
+    workload = recompute(request.workload, found.recomputable)
     with nullcontext() if is_far else memory.limit(limit):
         return check_split(
-            *(request.workload, found.batch.compared, memory, request.state, planned),
+            *(
+                workload,
+                found.batch.compared,
+                memory,
+                request.state,
+                planned,
+            ),
             samples=found.batch.by_length,
             lengths=request.lengths,
         )

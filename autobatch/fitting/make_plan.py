@@ -25,7 +25,7 @@ from autobatch.planning.division import balance
 from autobatch.planning.plan_record import PlanRecord, RankPlan
 from autobatch.planning.reuse import Wanted
 from autobatch.planning.summing import choose_summing
-from autobatch.records import Padding, Saving, SizeAtLength, Summing, Trial, Verdict
+from autobatch.records import Checkpointing, Padding, Saving, SizeAtLength, Strategy, Summing, Trial, Verdict
 from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Workload, warn_of_no_optimizer
 from autobatch.undo.training_state import TrainingState
@@ -49,6 +49,7 @@ class Request:
     hooks: tuple[Hook, ...]
     ledger: Ledger  # plans that may be confirmed
     budget_passed: bool
+    strategies: tuple[Strategy, ...]  # that may be applied where the smallest micro-batch does not fit
 
     @property
     def whose(self) -> dict[str, int]:
@@ -79,6 +80,9 @@ class Found:
     sizes: tuple[SizeAtLength, ...]  # with lengths, the number of samples that run together at each length
     trials: tuple[Trial, ...]  # of the longest samples if lengths differ
     shorter_trials: tuple[Trial, ...]
+    earlier_trials: tuple[Trial, ...]  # with other blocks recomputed
+    checkpointing: Checkpointing | None
+    recomputable: tuple[str, ...]  # blocks that are known to give the same gradient if they are recomputed
     confirmed: PlanRecord | None  # earlier plan that one trial has confirmed
     batch: ExampleBatch
     fingerprint: str
@@ -141,7 +145,7 @@ def make_plan(request: Request, found: Found, checked: Checked, ranks: Sequence[
         headroom_bytes=request.allowance.headroom_bytes,
         peak_bytes=found.peak_bytes,
         curve=found.curve if request.memory.measures else None,
-        trials=(*found.trials, *found.shorter_trials),
+        trials=(*found.earlier_trials, *found.trials, *found.shorter_trials),
         device=request.memory.describe(),
         warnings=(
             *found.warnings,
@@ -173,6 +177,7 @@ def make_plan(request: Request, found: Found, checked: Checked, ranks: Sequence[
         lengths=found.sizes,
         padding=found.batch.by_length.padding if found.batch.by_length else Padding(),
         savings=found.savings,
+        checkpointing=found.checkpointing,
         summing=choose_summing(found.summing_trials),
         summing_trials=found.summing_trials,
         dataset_samples=count_dataset(request.batch),

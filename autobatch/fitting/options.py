@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
@@ -16,6 +16,7 @@ from autobatch._arguments import (
     check_target,
     parse_bytes,
 )
+from autobatch._formatting import show_value
 from autobatch.batch.cut import CutFunction
 from autobatch.batch.lengths import ByLength
 from autobatch.errors import InvalidArgument
@@ -23,6 +24,7 @@ from autobatch.events import Hook
 from autobatch.memory.device import Device
 from autobatch.memory.devices import parse_device, parse_headroom
 from autobatch.planning.division import Objective, Share
+from autobatch.records import Strategy
 from autobatch.step.workload import Weigh, check_weigh
 from autobatch.training.given_backward import Backward
 from autobatch.training.step_events import check_hooks
@@ -43,6 +45,7 @@ class SearchOptions(TypedDict, total=False):
     check: Literal["warn", "raise"] | None
     reuse: bool
     progress: bool
+    strategies: Literal["auto"] | Sequence[Strategy] | None
 
 
 class IntegrationOptions(SearchOptions, total=False):
@@ -132,6 +135,18 @@ def check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, in
     return target, bound
 
 
+def read_strategies(given: Any) -> tuple[Strategy, ...]:
+    """Return the strategies that were asked for, each once: all for ``"auto"``, none for ``None``."""
+    known = get_args(Strategy)
+    named = known if given == "auto" else () if given is None else given
+    if not isinstance(named, list | tuple) or any(one not in known for one in named):
+        raise InvalidArgument(
+            f"strategies={show_value(given)} is not known: pass 'auto', None, or a list of "
+            f"{', '.join(map(repr, known))}"
+        )
+    return tuple(dict.fromkeys(named))
+
+
 def check_options(given: Mapping[str, Any]) -> None:
     """Check the ``SearchOptions`` that were given, except for ``max_micro_batch``."""
     for name, value in given.items():
@@ -139,5 +154,6 @@ def check_options(given: Mapping[str, Any]) -> None:
             check_choice(name, value, _CHOICES[name])
         elif name in _SWITCHES:
             check_switch(name, value)
+    read_strategies(given.get("strategies"))
     budget = given.get("budget")
     parse_headroom(given.get("headroom"), 0 if budget is None else parse_bytes("budget", budget))

@@ -147,6 +147,15 @@ class Probe:
         trial = self._now.summarise(size, self.device, self.limit_bytes, parameters, has_ended=reason is not None)
         return self.shared.agree(self._judge_speed(trial))
 
+    def examine(self, action: Callable[[Any], object], size: int) -> str | None:
+        """Run something else on so many samples inside the limit, and undo it; return the reason of an OOM.
+
+        It runs twice: first its writes are recorded, which takes time of its own.
+        """
+        self.device.watch(self.workload.resident_tensors())
+        reason = self._attempt(lambda samples: action(self._copy_batch(samples).batch), size, records=True)
+        return reason or self._attempt(lambda samples: action(self._copy_batch(samples).batch), size)
+
     def find_smallest(self) -> int:
         """Return the fewest samples whose forward pass runs: 1, or 2 if one alone raises an error (trials run two)."""
         handled = sys.exc_info()[1]

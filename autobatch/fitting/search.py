@@ -12,23 +12,22 @@ from autobatch.batch.lengths import SamplesByLength
 from autobatch.batch.samples import Layout, check_values
 from autobatch.batch.tree import count_bytes, tensors_of
 from autobatch.errors import DoesNotFit, InvalidArgument
-from autobatch.events import PlanRecalled, PlanRefused, TrialFinished, emit
+from autobatch.events import PlanRecalled, PlanRefused, emit
+from autobatch.fitting.choose_blocks import choose_blocks
 from autobatch.fitting.make_plan import ExampleBatch, Found, Request
-from autobatch.fitting.probe import Probe
-from autobatch.planning.division import balance, least_size, useful_sizes
+from autobatch.fitting.trials import Trials, find_candidates
+from autobatch.planning.division import balance, least_size
 from autobatch.planning.next_trial import Question, choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.reuse import choose_remembered, why_not_confirmed
 from autobatch.planning.sizes_by_length import halve_lengths
-from autobatch.records import IN_EACH, SizeAtLength, Summing, Trial
-from autobatch.report.advice import explain_refusal
+from autobatch.records import SizeAtLength, Summing, Trial
 from autobatch.step.default_step import default_step, explain_default
 from autobatch.step.fingerprint import fingerprint
 from autobatch.step.model_info import (
     batch_norms_in_train_mode,
     explain_smallest,
     may_refuse_one_sample,
-    refuses_one_sample,
 )
 from autobatch.step.whole_batch import WholeBatch
 
@@ -38,9 +37,13 @@ def search(request: Request) -> Found:
     workload, target = request.workload, request.wanted.target_batch
     batch, whole = _find_batch(request)
     workload.weights_of(batch.example.batch, batch.example.count)  # raises here if weigh() cannot count
-    trials = _Trials(request, batch, whole)
+    trials = Trials(request, batch, whole)
     lengths = (request.lengths.length_of, batch.by_length.padding) if request.lengths and batch.by_length else None
-    known = fingerprint(workload, trials.samples, request.memory.describe(), request.division.size, lengths)
+    known = fingerprint(
+        *(workload, trials.samples, request.memory.describe(), request.division.size),
+        lengths=lengths,
+        strategies=request.strategies,
+    )
     with torch.enable_grad():
         is_doubtful = target > 1 and may_refuse_one_sample(workload.model)
         smallest = trials.probe.find_smallest() if is_doubtful else 1
@@ -67,6 +70,9 @@ def search(request: Request) -> Found:
         sizes=sizes,
         trials=tuple(trials.done),
         shorter_trials=tuple(trials.shorter),
+        earlier_trials=tuple(trials.earlier),
+        checkpointing=trials.checkpointing,
+        recomputable=trials.recomputable,
         confirmed=confirmed,
         batch=batch,
         fingerprint=known,
@@ -96,7 +102,8 @@ def settle(request: Request, found: Found, samples: int) -> Found:
     if size in {trial.micro_batch_size for trial in found.trials}:
         return replace(found, size=size)
     request = replace(request, wanted=request.wanted.model_copy(update={"target_batch": samples}))
-    trials = _Trials(request, found.batch, _hold_whole_batch(request, found.batch.example)[0])
+    trials = Trials(request, found.batch, _hold_whole_batch(request, found.batch.example)[0])
+    trials.apply(found.checkpointing)
     with torch.enable_grad():
         trial = trials.run(size)
     if trial.outcome != "fits":
@@ -138,64 +145,7 @@ def _hold_whole_batch(request: Request, example: Layout) -> tuple[Layout, tuple[
     return example.grown(target), ()
 
 
-class _Trials:
-    """Runs the trials of one search."""
-
-    def __init__(self, request: Request, batch: ExampleBatch, whole: Layout) -> None:
-        self.done: list[Trial] = []  # of the longest samples if lengths differ
-        self.shorter: list[Trial] = []
-        self.forecast: tuple[tuple[int, int], ...] = ()  # predicted bytes by size
-        self.batch, self.samples = batch, whole  # a trial of any size repeats these samples
-        if batch.by_length is not None:
-            self.samples, self._whole = batch.by_length.at(batch.by_length.longest)[0], whole  # a step holds both
-            request.memory.watch(tensors_of(whole.batch))
-        allowance, wanted = request.allowance, request.wanted
-        options = allowance.limit_bytes, request.state, wanted.accumulate_in_float32, wanted.target_batch
-        shared = request.division.trials
-        self.probe = Probe(request.workload, self.samples, request.memory, *options, shared=shared)
-        self._request = request
-
-    def run(self, size: int) -> Trial:
-        """Try a size; raise DoesNotFit instead of the error of a layer that needs more than one sample."""
-        try:
-            trial = self.probe.run(size)
-        except ValueError as error:
-            if size > 1 or self._request.wanted.target_batch == 1 or not refuses_one_sample(error):
-                raise
-            _find_candidates(self._request, smallest=2)  # if nothing is left, max_micro_batch= is to blame
-            raise DoesNotFit(self.explain(explain_smallest(self._request.workload.model))) from error
-        longest = None if self.batch.by_length is None else self.batch.by_length.longest
-        return self._note(trial, longest, self.done)
-
-    def run_shorter(self, samples: SamplesByLength, length: int, size: int) -> Trial:
-        self.probe.example, length = samples.at(length)
-        return self._note(self.probe.run(size), length, self.shorter)
-
-    def try_summing(self, size: int, summing: Summing) -> Trial:
-        self.probe.summing = summing
-        try:
-            return self.probe.run(size)
-        finally:
-            self.probe.summing = IN_EACH
-
-    def explain(self, why_no_smaller: str = "") -> str:
-        smallest = min(self.done, key=lambda trial: trial.micro_batch_size)
-        reason = self.probe.errors.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
-        if why_no_smaller:
-            reason = f"{reason}; {why_no_smaller}"
-        allowance, device = self._request.allowance, self._request.memory.describe()
-        limits = allowance.limit_bytes, allowance.budget_bytes
-        return explain_refusal(smallest, reason, *limits, device, savings=self.probe.savings)
-
-    def _note(self, trial: Trial, length: int | None, trials: list[Trial]) -> Trial:
-        trial = trial.model_copy(update={"length": length})
-        trials.append(trial)
-        limit_bytes = self._request.allowance.limit_bytes
-        emit(TrialFinished(trial=trial, limit_bytes=limit_bytes, **self._request.whose), self._request.hooks)
-        return trial
-
-
-def _confirm(request: Request, trials: _Trials, known: str, smallest: int) -> PlanRecord | None:
+def _confirm(request: Request, trials: Trials, known: str, smallest: int) -> PlanRecord | None:
     least = least_size(request.wanted.target_batch, smallest)
     plans = [plan for plan in request.ledger.recall(known, request.division.rank) if plan.micro_batch_size >= least]
     plan, reason = choose_remembered(plans, request.wanted)
@@ -206,16 +156,18 @@ def _confirm(request: Request, trials: _Trials, known: str, smallest: int) -> Pl
         return None
     if not reason:
         emit(PlanRecalled(plan_id=plan.id, micro_batch_size=plan.micro_batch_size, **request.whose), request.hooks)
+        trials.apply(plan.checkpointing)
         reason = why_not_confirmed(plan, trials.run(plan.micro_batch_size), request.allowance.limit_bytes)
     if reason:
+        trials.apply(None)
         emit(PlanRefused(plan_id=plan.id, reason=reason, **request.whose), request.hooks)
         return None
     return plan
 
 
-def _search_size(request: Request, trials: _Trials, smallest: int) -> int:
+def _search_size(request: Request, trials: Trials, smallest: int) -> int:
     wanted, memory = request.wanted, request.memory
-    sizes = _find_candidates(request, smallest)
+    sizes = find_candidates(request, smallest)
     question = Question(
         bound=wanted.max_micro_batch,
         limit_bytes=request.allowance.limit_bytes,
@@ -224,20 +176,25 @@ def _search_size(request: Request, trials: _Trials, smallest: int) -> int:
         candidates=sizes,
     )
     # On CUDA a trial costs more than a prediction. A prediction cannot gather sharded parameters from other ranks, and
-    # knows no second pass.
-    is_predictable = not request.division.trials.are_shared and not isinstance(request.workload.step, WholeBatch)
+    # knows no second pass and no blocks that are recomputed.
+    is_predictable = not (
+        request.division.trials.are_shared or isinstance(request.workload.step, WholeBatch) or trials.checkpointing
+    )
     if memory.measures and memory.describe().kind == "cuda" and is_predictable:
         question = _predict(request, trials, question)
     for policy in (next_size, next_smaller_size) if wanted.objective == "memory" else (next_size,):
         while (size := policy(question, trials.done)) is not None:
             trials.run(size)
     chosen = choose_size(question, trials.done, wanted.objective)
+    if chosen is None and request.strategies and trials.checkpointing is None:
+        trials.checkpointing = choose_blocks(request, trials, min(smallest, sizes[0]))
+        return _search_size(request, trials, smallest)
     if chosen is None:
         raise DoesNotFit(trials.explain(explain_smallest(request.workload.model) if smallest > 1 else ""))
     return chosen
 
 
-def _predict(request: Request, trials: _Trials, question: Question) -> Question:
+def _predict(request: Request, trials: Trials, question: Question) -> Question:
     from autobatch.prediction.prior import FirstStep, expect_largest  # noqa: PLC0415 - a CPU needs none of it
 
     request.announce("predicting which sizes fit")
@@ -254,7 +211,7 @@ def _predict(request: Request, trials: _Trials, question: Question) -> Question:
     )
 
 
-def _try_summings(request: Request, trials: _Trials, size: int) -> dict[Summing, Trial]:
+def _try_summings(request: Request, trials: Trials, size: int) -> dict[Summing, Trial]:
     """Try a size with gradients of sharded parameters summed in each micro-batch, and as rarely as fits."""
     summings = request.division.trials.summings()
     if len(summings) == 1 or request.wanted.objective == "memory":
@@ -268,21 +225,8 @@ def _try_summings(request: Request, trials: _Trials, size: int) -> dict[Summing,
     return found
 
 
-def _find_candidates(request: Request, smallest: int) -> tuple[int, ...]:
-    target, bound = request.wanted.target_batch, request.wanted.max_micro_batch
-    least = least_size(target, smallest)
-    if bound < least:
-        raise DoesNotFit(
-            f"max_micro_batch={bound} leaves a micro-batch of one sample of target_batch={target}, and "
-            f"{explain_smallest(request.workload.model)}: pass max_micro_batch={least} or more"
-        )
-    # With lengths each micro-batch has as many samples as ran at their length: any number may be useful.
-    sizes = useful_sizes(target, bound) if request.lengths is None else range(1, bound + 1)
-    return tuple(size for size in sizes if size >= least)
-
-
 def _search_lengths(
-    request: Request, trials: _Trials, samples: SamplesByLength, size: int, smallest: int
+    request: Request, trials: Trials, samples: SamplesByLength, size: int, smallest: int
 ) -> tuple[SizeAtLength, ...]:
     """Try as many samples of each shorter length as the longest have positions together; the shortest comes first."""
     if smallest > 1:

@@ -24,6 +24,7 @@ from autobatch._bounds import (
 from autobatch.planning.curve import MemoryCurve
 from autobatch.records import (
     IN_EACH,
+    Checkpointing,
     DeviceInfo,
     ModelIdentity,
     Padding,
@@ -114,6 +115,7 @@ class PlanRecord(Record):
         summing: How often gradients of sharded parameters are summed over the ranks.
         summing_trials: Trials at ``micro_batch_size`` that this was chosen by.
         savings: Ways in which the step saves memory already, as far as its first run showed.
+        checkpointing: Blocks that are recomputed in the backward pass, so that a micro-batch fits; ``None`` without.
         identity: Traits of the model and the optimizer, so that a runner can warn of others; ``None`` if unknown.
     """
 
@@ -162,6 +164,7 @@ class PlanRecord(Record):
     savings: Annotated[tuple[Saving, ...], LISTED] = ()
     summing: Summing = IN_EACH
     summing_trials: dict[Summing, Trial] = Field(default_factory=dict)
+    checkpointing: Checkpointing | None = None
 
     def __hash__(self) -> int:
         """Hash a few fields; ``batch_lists`` is a dict, which has no hash."""
@@ -186,9 +189,13 @@ class PlanRecord(Record):
 
     @property
     def longest_trials(self) -> tuple[Trial, ...]:
-        """The attempts at ``micro_batch_size`` and its neighbours; with lengths, those of the longest samples."""
+        """The attempts at ``micro_batch_size`` and its neighbours; with lengths, those of the longest samples.
+
+        Attempts in which other blocks were recomputed are left out.
+        """
         longest = self.lengths[-1].length if self.lengths else None
-        return tuple(trial for trial in self.trials if trial.length in (None, longest))
+        blocks = len(self.checkpointing.blocks) if self.checkpointing else 0
+        return tuple(trial for trial in self.trials if trial.length in (None, longest) and trial.checkpointed == blocks)
 
     @property
     def out_of_memory_trials(self) -> int:

@@ -9,12 +9,12 @@ from functools import partial
 from itertools import pairwise
 
 from autobatch._bounds import SHORTEST
-from autobatch._formatting import format_bytes
+from autobatch._formatting import format_bytes, plural
 from autobatch.events.run_history import RankTotal, Run, StepRange
 from autobatch.planning.curve import MemoryCurve, ran
 from autobatch.planning.division import find_slowest
 from autobatch.planning.plan_record import PlanRecord, RankPlan
-from autobatch.records import IN_EACH, SUMMINGS
+from autobatch.records import IN_EACH, SUMMINGS, Checkpointing
 from autobatch.report.advice import advise, advise_ranks, tenant_lines
 from autobatch.report.breakdown import Part, chosen_trial, memory_parts
 from autobatch.report.pictures import draw_peaks, draw_run, draw_speeds, part_chart, plan_peaks, rank_chart
@@ -40,8 +40,7 @@ def plan_sections(plan: PlanRecord) -> Iterator[Section]:
         is_timed = any(trial.samples_per_second for trial in plan.trials if ran(trial))
         speeds = Chart(partial(draw_speeds, plan)) if is_timed else None
         yield Section("Trials", chart=speeds, table=_trial_table(plan), planned=size)
-    if plan.summing_trials:
-        yield Section("Sums of sharded gradients", lines=[_explain_summing(plan)])
+    yield from _choice_sections(plan)
     if parts := memory_parts(plan):
         yield Section("Where the memory goes", part_chart(parts), _part_table(plan, parts))
     if plan.verdict is not None:
@@ -50,6 +49,13 @@ def plan_sections(plan: PlanRecord) -> Iterator[Section]:
         yield Section("What would help", items=advice)
     if plan.warnings:
         yield Section("Warnings", lines=[f"! {warning}" for warning in plan.warnings], only_text=True)
+
+
+def _choice_sections(plan: PlanRecord) -> Iterator[Section]:
+    if plan.checkpointing is not None:
+        yield Section("Recomputed blocks", lines=[*_explain_checkpointing(plan.checkpointing)])
+    if plan.summing_trials:
+        yield Section("Sums of sharded gradients", lines=[_explain_summing(plan)])
 
 
 def run_sections(runs: Sequence[Run]) -> Iterator[Section]:
@@ -95,6 +101,13 @@ def _facts_table(plan: PlanRecord) -> Table:
         ("fingerprint", plan.fingerprint),
     )
     return Table(("", ""), tuple(fact for fact in facts if fact[1] not in ("", 0) and fact != ("ranks", 1)))
+
+
+def _explain_checkpointing(found: Checkpointing) -> Iterator[str]:
+    yield f"{found}; both peaks are of {plural(found.micro_batch_size, 'sample')}, the first one is predicted"
+    yield f"Recomputed: {', '.join(found.blocks)}"
+    for one in found.left_out:
+        yield f"Left out: {one.block}: {one.reason}"
 
 
 def _budget_table(plan: PlanRecord) -> Table:

@@ -19,6 +19,8 @@ _WRAPS_FROM = 20  # letters of a last column
 def summarise_plan(plan: PlanRecord) -> str:
     """``autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 18.7 of 21.6 GiB; 3 trials, 0 out of memory, 1.2 s``."""
     where = f"{describe_division(plan)} on {plan.device.name}"
+    if plan.checkpointing is not None:
+        where += f"; {len(plan.checkpointing.blocks)} of {plan.checkpointing.candidates} blocks checkpointed"
     trials = f"{plural(len(plan.trials), 'trial')}, {plan.out_of_memory_trials} out of memory"
     peak = f"peak {share_of(plan.peak_bytes, plan.budget_bytes)}" if plan.peak_bytes else "peak not measured"
     if plan.predicted:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -31,7 +31,9 @@ def fingerprint(
     example: Layout,
     device: DeviceInfo,
     world_size: int,
+    *,
     lengths: tuple[Callable[..., Any], Padding] | None = None,
+    strategies: Sequence[str] = (),
 ) -> str:
     """Return a hexadecimal digest of 32 characters: if it is equal, one trial may confirm an earlier plan.
 
@@ -42,6 +44,7 @@ def fingerprint(
         "software": [torch.__version__, str(torch.version.cuda)],
         "device": [device.kind, device.name, device.total_bytes, device.driver],
         "world_size": world_size,
+        **({"strategies": [*strategies]} if strategies else {}),
     }
     step = identify_step(workload, example, lengths)
     return step + _digest({"step": step, **parts})

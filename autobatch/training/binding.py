@@ -18,9 +18,11 @@ from autobatch.distributed.sharded import divisor_of
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
+from autobatch.step.default_step import default_step
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.whole_batch import refuse_on_ranks
-from autobatch.step.workload import Workload
+from autobatch.step.workload import Step, Weigh, Workload
+from autobatch.strategies.checkpointing import checkpointed
 from autobatch.torch_internals.storages import has_shards
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.batches import find_bound
@@ -54,6 +56,12 @@ def check_rank(plan: Plan, rank: int, size: int) -> None:
             f"the plan is that of rank {plan.rank} of the model's process group, and this is rank {rank} of it: pass "
             f"each rank its own"
         )
+
+
+def make_workload(plan: Plan, model: nn.Module, step: Step | None, weigh: Weigh | None, optimizer: Any) -> Workload:
+    """Return the workload of a Runner; its step recomputes the blocks that the plan names."""
+    workload = Workload(model, default_step if step is None else step, weigh, optimizer, "autobatch.Runner")
+    return checkpointed(workload, plan.checkpointing)
 
 
 def make_accumulation(

@@ -44,10 +44,9 @@ from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.result import StepResult
-from autobatch.step.default_step import default_step
 from autobatch.step.loop_guard import refuse_sample_gradients
 from autobatch.step.model_info import refuses_one_sample
-from autobatch.step.workload import Step, Weigh, Workload
+from autobatch.step.workload import Step, Weigh
 from autobatch.training.accumulation_state import AccumulationState
 from autobatch.training.batches import GivenBatches, read_division
 from autobatch.training.binding import (
@@ -55,6 +54,7 @@ from autobatch.training.binding import (
     check_rank,
     describe_binding,
     make_accumulation,
+    make_workload,
     refuse_unlike_bindings,
 )
 from autobatch.training.given_backward import Backward
@@ -146,7 +146,7 @@ class StepRunner:
             schedulers = [*map(unwrap_scheduler, members_of(scheduler))]
             check_options(scaler, max_grad_norm, schedulers, has_optimizer=inner is not None)
             self.plan, self.steps, self._max_grad_norm = plan, 0, max_grad_norm
-            self._workload = Workload(model, default_step if step is None else step, weigh, inner, "autobatch.Runner")
+            self._workload = make_workload(plan, model, step, weigh, inner)
             refuse_sample_gradients(model.named_parameters())
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._is_sharded = isinstance(self._ranks, ShardedRanks)

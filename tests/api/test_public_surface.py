@@ -59,7 +59,7 @@ NAMES = [
 SIGNATURES = {
     "fit": "model target_batch * batch=None step=None optimizer=None weigh=None cut=None device=None budget=None "
     "headroom=None max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True "
-    "progress=True share='equal'",
+    "progress=True share='equal' strategies=None",
     "predict": "model batch=None step=None optimizer=None * weigh=None target_batch=256 world_size=None "
     "data_parallel=None gpu=None margin=0.1 expandable_segments=False scaler=False what_if=False all_cards=False "
     "progress=True",

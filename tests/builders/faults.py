@@ -37,6 +37,7 @@ from workloads import Everything, bits_of, differences, make_batch, mean_step
 import autobatch
 from autobatch.errors import CannotRetry, DoesNotFit, RankFailed
 from autobatch.events import Retried
+from autobatch.records import Checkpointing
 from autobatch.testing import FakeDevice, oom_at
 
 SAMPLES = 8
@@ -229,6 +230,7 @@ class Case:
     taught: bool = False
     backward: Callable[[torch.Tensor], object] | None = None
     represent: Callable[[nn.Module, Any], Any] | None = None
+    recomputed: tuple[str, ...] = ()
 
     def make_step(self, model: nn.Module) -> tuple[Callable[[nn.Module, Any], Any], tuple[Any, ...]]:
         """The step, and what it changes outside the model."""
@@ -248,6 +250,12 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def make_dropout() -> nn.Module:
     """Draws in every forward pass, and nothing else."""
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 4))
+
+
+def make_blocks() -> nn.Module:
+    """Two blocks that draw, and a head."""
+    blocks = [nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2)]
+    return nn.Sequential(*blocks, nn.Linear(6, 4))
 
 
 def plain_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -321,6 +329,22 @@ WHOLE_BATCH_CASES = (
     ),
 )
 """Steps in two passes: memory may end in either of them, or in the loss between them."""
+
+CHECKPOINTED_CASES = (
+    Case(
+        "a block with dropout recomputed, weighed by tokens, AdamW foreach",
+        *(Transformer, adamw_foreach, token_step, count_tokens),
+        recomputed=("layer",),
+    ),
+    Case(
+        "blocks recomputed, mixed precision + GradScaler, SGD",
+        *(make_blocks, sgd, autocast_step),
+        scaled=True,
+        scheduled=True,
+        recomputed=("0", "1"),
+    ),
+)
+"""Steps that recompute blocks: memory may end in the recomputation."""
 
 
 class Scaler(torch.amp.GradScaler):
@@ -438,7 +462,7 @@ class Roomy(FakeDevice):
 def plan_of(case: Case) -> autobatch.Plan:
     """The plan of a case, from a model of its own."""
     model = case.make_model()
-    return autobatch.fit(
+    plan = autobatch.fit(
         model,
         SAMPLES,
         batch=make_batch(SAMPLES, case.dtype),
@@ -449,6 +473,12 @@ def plan_of(case: Case) -> autobatch.Plan:
         max_micro_batch=LARGEST,
         check=None,
     )
+    if not case.recomputed:
+        return plan
+    peak = plan.peak_bytes
+    found = {"micro_batch_size": LARGEST, "plain_bytes": peak, "peak_bytes": peak, "slowdown": 0.0}
+    chosen = Checkpointing(blocks=case.recomputed, candidates=len(case.recomputed), **found)
+    return plan.model_copy(update={"checkpointing": chosen})
 
 
 def _seed() -> None:
@@ -637,7 +667,9 @@ def _comparable(state: dict[str, Any]) -> dict[str, Any]:
 def prove(case: Case, stride: int = 1, **options: Any) -> Tally:
     """Let memory end at each operation of one step, or at some in each of its places, a fresh training each."""
     judge, tally, places = Judge(case, **options), Tally(), places_of(case, **options)
-    for position in spread_positions(places, stride, first=(*CASES, *WHOLE_BATCH_CASES).index(case)):
+    for position in spread_positions(
+        places, stride, first=(*CASES, *WHOLE_BATCH_CASES, *CHECKPOINTED_CASES).index(case)
+    ):
         place, outcome = places[position - 1], judge.outcome(oom_at(position))
         if outcome in OUTCOMES and outcome not in RIGHT[place]:
             outcome = f"{outcome} at operation {position}, where only {sorted(RIGHT[place])} is right"

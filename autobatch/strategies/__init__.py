@@ -1,0 +1,1 @@
+"""Makes a step fit whose smallest micro-batch does not: which blocks are recomputed in the backward pass."""

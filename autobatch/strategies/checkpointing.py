@@ -1,0 +1,91 @@
+"""Recomputes chosen blocks of a model in the backward pass instead of keeping their activations.
+
+``torch.utils.checkpoint`` stands around the forward pass of each block only while the step runs: between steps, and in
+copies of the model, nothing has changed. The backward pass needs no more, since torch keeps what it calls again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autobatch._formatting import plural
+from autobatch._user_errors import contextmanager
+from autobatch.errors import InvalidArgument
+from autobatch.records import Checkpointing
+from autobatch.step.whole_batch import WholeBatch
+from autobatch.step.workload import Workload
+
+Forward = Callable[..., Any]
+
+
+def checkpointed(workload: Workload, chosen: Checkpointing | None) -> Workload:
+    """Return the workload whose step recomputes the chosen blocks; raise InvalidArgument if the model lacks one."""
+    return workload if chosen is None else recompute(workload, chosen.blocks)
+
+
+def recompute(workload: Workload, blocks: Sequence[str]) -> Workload:
+    """Return the workload whose step recomputes the modules of these names in its backward pass."""
+    modules, step = find_modules(workload.model, blocks), workload.step
+    if isinstance(step, WholeBatch):
+        whole: Any = replace(step, represent=CheckpointedStep(step.represent, modules))
+        return workload.around(whole, weigh=workload.weigh)
+    return workload.around(CheckpointedStep(step, modules), weigh=workload.weigh)
+
+
+def find_modules(model: nn.Module, names: Sequence[str]) -> tuple[nn.Module, ...]:
+    known = dict(model.named_modules())
+    if missing := [name for name in names if name not in known]:
+        raise InvalidArgument(
+            f"the plan recomputes {plural(len(names), 'block')}, and {type(model).__name__} has no {missing[0]}: pass "
+            f"the model that the plan was made for, or run fit() again"
+        )
+    return tuple(known[name] for name in names)
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointedStep:
+    """A step that recomputes some blocks in its backward pass.
+
+    Attributes:
+        step: The step itself.
+        blocks: Modules that are recomputed; none is inside another.
+    """
+
+    step: Callable[[nn.Module, Any], Any]
+    blocks: tuple[nn.Module, ...]
+
+    def __call__(self, model: nn.Module, samples: Any) -> Any:
+        """Return what the step returns."""
+        with replaced_forward(self.blocks, lambda _, forward: recomputing(forward)):
+            return self.step(model, samples)
+
+
+@contextmanager
+def replaced_forward(blocks: Sequence[nn.Module], around: Callable[[nn.Module, Forward], Forward]) -> Iterator[None]:
+    """Let each block call ``around(block, its forward)`` in place of its forward pass, inside this block."""
+    earlier = [vars(block).get("forward") for block in blocks]
+    try:
+        for block in blocks:
+            vars(block)["forward"] = around(block, block.forward)  # no parameter or buffer: no name changes
+        yield
+    finally:
+        for block, own in zip(blocks, earlier, strict=True):
+            if own is None:
+                vars(block).pop("forward", None)
+            else:
+                vars(block)["forward"] = own
+
+
+def recomputing(forward: Forward) -> Forward:
+    """Return a forward pass that keeps its inputs alone, and is run again in the backward pass."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return forward(*args, **kwargs)
+
+    # All inputs as arguments: torch saves the generators of the devices that it finds among these.
+    return lambda *args, **kwargs: checkpoint(run, args, kwargs, use_reentrant=False, preserve_rng_state=True)

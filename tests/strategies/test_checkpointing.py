@@ -1,0 +1,207 @@
+"""Blocks that are recomputed: the gradient, the names, and what is left on the model."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from text_blocks import LAYERS, WIDTH, make_model, make_texts, need_of, step
+from torch import nn
+
+import autobatch
+from autobatch.memory.cpu import CpuDevice
+from autobatch.step.workload import Workload
+from autobatch.strategies.blocks import BlockMeasurement, find_blocks
+from autobatch.strategies.checkpointing import recompute
+
+
+def fit(model: nn.Module, part: float, **options) -> autobatch.Plan:
+    options = {"strategies": "auto", "check": None, "reuse": False, "step": step, **options}
+    return autobatch.fit(model, 4, batch=make_texts(), budget=int(part * need_of(model)), headroom=0, **options)
+
+
+def test_the_gradient_is_that_of_the_plain_step_and_generators_end_where_they_would():
+    """In float64 with dropout, however many blocks are recomputed."""
+    texts = make_texts()
+    for count in (1, 3, LAYERS):
+        found = []
+        for blocks in ((), [f"blocks.{i}" for i in range(count)]):
+            model = make_model(torch.float64)
+            torch.manual_seed(1)
+            recompute(Workload(model, step), blocks).step(model, texts).backward()
+            found.append(([p.grad for p in model.parameters()], torch.get_rng_state()))
+        (plain, ended), (again, ended_again) = found
+        assert all((one - other).norm() <= 1e-12 * one.norm() for one, other in zip(plain, again, strict=True))
+        assert torch.equal(ended, ended_again)
+
+
+def test_a_runner_of_such_a_plan_has_the_whole_batch_s_gradient_and_leaves_the_model_as_it_was():
+    """Between steps no forward pass is replaced, so copies, names and evaluation are those of the plain model."""
+    model = make_model(torch.float64)
+    for block in model.blocks:
+        block.dropout.p = block.dropout1.p = block.dropout2.p = block.self_attn.dropout = 0.0
+    plan = fit(model, 0.7)
+    names, texts = [*model.state_dict()], make_texts()
+    whole = copy.deepcopy(model)
+    step(whole, texts).backward()
+    runner = autobatch.Runner(plan, model, step, None)
+    runner.accumulate(texts)
+    assert plan.checkpointing is not None
+    assert [*model.state_dict()] == names
+    assert not any("forward" in vars(module) for module in model.modules())
+    for one, other in zip(whole.parameters(), model.parameters(), strict=True):
+        assert (one.grad - other.grad).norm() <= 1e-12 * one.grad.norm()
+
+
+def test_a_runner_s_step_stays_inside_the_budget_in_which_the_plain_step_does_not_fit():
+    """What the plan promises was tried; plain, the same micro-batch runs out of memory."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = fit(model, 0.6, optimizer=optimizer)
+    result = autobatch.Runner(plan, model, step, optimizer).step(make_texts())
+    assert result.retries == 0
+    assert result.peak_bytes <= plan.budget_bytes
+    with pytest.raises(autobatch.DoesNotFit):
+        autobatch.Runner(plan.model_copy(update={"checkpointing": None}), model, step, optimizer).step(make_texts())
+
+
+def test_an_own_forward_of_the_user_is_called_and_put_back():
+    """An instance may have a forward pass of its own, as some libraries patch it."""
+    model, calls = make_model(), []
+    own = model.blocks[0].forward
+
+    def patched(*args, **kwargs):
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    model.blocks[0].forward = patched
+    recompute(Workload(model, step), ["blocks.0"]).step(model, make_texts()).backward()
+    assert len(calls) == 2
+    assert model.blocks[0].forward is patched
+
+
+def test_fit_leaves_no_trace():
+    """Weights, gradients, generators, modes and forward passes are what they were, also after a refusal."""
+    model = make_model()
+    model.eval()
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    python = random.getstate()
+    for part in (0.6, 0.05):
+        try:
+            fit(model, part)
+        except autobatch.DoesNotFit:
+            assert part == 0.05
+        assert torch.equal(generator, torch.get_rng_state())
+        assert random.getstate() == python
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not any(module.training or "forward" in vars(module) for module in model.modules())
+
+
+class Odd(nn.Module):
+    """A block that cannot be recomputed, in one of several ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls, self.inner, self.norm = kind, 0, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        changed = self.inner(hidden)
+        if self.kind == "BatchNorm":
+            return self.norm(changed.transpose(1, 2)).transpose(1, 2)
+        if self.kind == "own generator":
+            return changed.sigmoid() * torch.rand(changed.shape, generator=self.generator)
+        if self.kind == "Python's random":
+            return changed.sigmoid() * random.random()
+        if self.kind == "branch on moving state":
+            self.calls += 1
+            return changed.sigmoid() if self.calls % 2 else changed.exp().tanh()
+        if self.kind == "counter":
+            self.calls += 1
+        if self.kind == "writes into its input":
+            return hidden.mul_(2).sigmoid() + changed
+        return changed.sigmoid()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("BatchNorm", "own generator", "Python's random", "branch on moving state", "counter"),
+        "writes into its input",
+    ],
+)
+def test_a_block_that_cannot_be_recomputed_is_found_and_left_out(kind: str):
+    """By running it both ways; its neighbours are not left out."""
+    model = make_model()
+    model.blocks.insert(2, Odd(kind))
+    measured = BlockMeasurement(Workload(model, step), CpuDevice(), find_blocks(model))
+    with CpuDevice().limit(2**40):
+        measured.run(make_texts(2))
+    assert [*measured.left_out] == ["blocks.2"]
+    assert [run.block for run in measured.runs] == [f"blocks.{i}" for i in range(LAYERS + 1) if i != 2]
+
+
+def test_a_plan_names_the_blocks_that_were_left_out():
+    """With the reason, in the record and in its report; it is saved and loaded with them."""
+    model = make_model()
+    model.blocks.insert(2, Odd("BatchNorm"))
+    plan = fit(model, 0.7)
+    assert [one.block for one in plan.checkpointing.left_out] == ["blocks.2"]
+    assert "blocks.2" in plan.explain()
+    assert autobatch.Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_a_remembered_plan_is_confirmed_with_its_blocks_recomputed(tmp_path, monkeypatch):
+    """One trial is enough, and the new plan recomputes the same blocks; without strategies it is not used."""
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
+    monkeypatch.setenv("AUTOBATCH_LEDGER", "on")
+    model = make_model()
+    first, again = fit(model, 0.6, reuse=True), fit(model, 0.6, reuse=True)
+    assert again.confirms == first.id
+    assert len(again.trials) == 1
+    assert again.checkpointing == first.checkpointing
+    with pytest.raises(autobatch.DoesNotFit):
+        fit(model, 0.6, reuse=True, strategies=None)
+
+
+def test_nothing_is_recomputed_where_the_step_fits():
+    """Strategies are for what does not fit."""
+    assert fit(make_model(), 8.0).checkpointing is None
+
+
+def test_a_budget_in_which_no_choice_fits_is_refused_in_one_line():
+    """It says what strategies= tried."""
+    with pytest.raises(autobatch.DoesNotFit, match="strategies=") as caught:
+        fit(make_model(), 0.2)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_blocks_is_refused_in_words():
+    """There is nothing to choose from."""
+    model = nn.Sequential(nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50))
+    with pytest.raises(autobatch.DoesNotFit, match="found no blocks"):
+        fit(model, 0.5)
+
+
+@pytest.mark.parametrize("given", ["offload", ["offload"], 3, "checkpoint"])
+def test_an_unknown_strategy_is_refused(given):
+    """A list of known ones, "auto" or None."""
+    with pytest.raises(autobatch.InvalidArgument, match="strategies="):
+        autobatch.fit(make_model(), 4, batch=make_texts(), step=step, strategies=given)
+
+
+def test_a_compiled_model_is_refused():
+    """Its graph has no blocks to recompute."""
+    with pytest.raises(autobatch.InvalidArgument, match="compile"):
+        autobatch.fit(torch.compile(make_model(), backend="eager"), 4, batch=make_texts(), step=step, strategies="auto")
+
+
+def test_a_plan_of_another_model_s_blocks_is_refused():
+    """The Runner cannot recompute a block that is not there."""
+    model = make_model()
+    plan = fit(model, 0.6)
+    with pytest.raises(autobatch.InvalidArgument, match="blocks"):
+        autobatch.Runner(plan, nn.Linear(2, 2), lambda m, x: m(x).mean(), None)
