@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -65,14 +65,16 @@ def divide(group: Group, largest: int, smallest: int = 1) -> list[MicroBatch]:
     else:
         sizes = divide_by_length(lengths.values, lengths.sizes, largest, smallest)
     parts = []
-    for size, stop in zip(sizes, accumulate(sizes), strict=True):
+    is_whole = lengths is None and len(sizes) > 1 and rows == range(batch.count)
+    all_views = batch.split(sizes) if is_whole else repeat(None)
+    for size, stop, views in zip(sizes, accumulate(sizes), all_views, strict=False):
         start, trim, scale = stop - size, None, size
         if lengths is not None:
             trim, scale = lengths.trims[start], scale_of(size, lengths.values[start], lengths.sizes)
         own = rows[start:stop]
         if isinstance(own, list) and own == [*range(own[0], own[0] + size)]:
             own = range(own[0], own[0] + size)  # neighbours can be viewed
-        parts.append(MicroBatch(batch, own, trim, size, scale, {"": float(size)}))
+        parts.append(MicroBatch(batch, own, trim, size, scale, {"": float(size)}, views=views))
     return parts
 
 
@@ -113,6 +115,10 @@ class _Joined(Layout):
     def __init__(self, batches: Sequence[Layout]) -> None:
         super().__init__(batches[0].batch, sum(batch.count for batch in batches), batches[0].lists)
         self._batches = batches
+
+    def split(self, sizes: Sequence[int]) -> Iterable[Sequence[Any] | None]:
+        """Split nothing: a part of several batches is no view."""
+        return repeat(None)
 
     def select(self, rows: Rows, trim: Trim | None = None) -> list[Any]:
         found, begin = [], 0

@@ -7,6 +7,7 @@ is a ``Layout``: the batch, its leaves and its number of samples, of which any r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from autobatch.batch.registry import ListReading, find_type
 from autobatch.batch.rules import count_samples, decide_lists
 from autobatch.batch.tree import (
     ROOT,
+    Container,
     Leaf,
     as_leaf,
     fields_of,
@@ -48,9 +50,15 @@ class Layout:
         containers: ``None`` for each leaf, and after its parts each container with the number of those.
     """
 
-    def __init__(self, batch: Any, count: int, lists: Mapping[str, ListReading]) -> None:
+    def __init__(
+        self, batch: Any, count: int, lists: Mapping[str, ListReading], leaves: Sequence[Leaf] | None = None
+    ) -> None:
+        """Take a batch apart; with ``leaves`` it is one container of these."""
         self.batch, self.count, self.lists = batch, count, lists
-        self.leaves, self.containers = take_apart(batch, lists)
+        self.leaves: Sequence[Leaf] = leaves or ()
+        self.containers: Sequence[Container | None] = [*[None] * len(self.leaves), (batch, len(self.leaves))]
+        if leaves is None:
+            self.leaves, self.containers = take_apart(batch, lists)
 
     def tensors(self) -> list[torch.Tensor]:
         values = [leaf.value for leaf in self.leaves]
@@ -61,6 +69,21 @@ class Layout:
         if trim is None and rows == range(self.count):  # also of lists that may be either
             return [leaf.value for leaf in self.leaves]
         return [_select(leaf, rows, trim) for leaf in self.leaves]
+
+    def split(self, sizes: Sequence[int]) -> Iterable[Sequence[Any] | None]:
+        """List the leaves of parts of these sizes that make up the batch; ``None`` for each unless all are views.
+
+        One call splits a tensor in a third of the time that one call for each part takes.
+        """
+        columns: list[Iterable[Any]] = []
+        for _, value, kind in self.leaves:
+            if kind == "rows" and type(value) is torch.Tensor:
+                columns.append(value.detach().split(sizes))
+            elif kind == "shared":
+                columns.append(repeat(value))
+            else:
+                return repeat(None)
+        return zip(*columns, strict=False)
 
     def rebuild(self, values: Iterable[Any]) -> Any:
         built: list[Any] = []
@@ -134,6 +157,7 @@ class MicroBatch(NamedTuple):
     scale: int  # the least size with which ``divide`` makes it: ``size``, but for samples by length
     weights: Mapping[str, float]  # count of its samples in each term's mean; the name "" is every term
     counts: bool = True  # whether any term is a mean over something in it
+    views: Sequence[Any] | None = None  # the leaves of its samples, where they were split already
 
     def samples(self) -> Any:
         return self.batch.rebuild(self.batch.select(self.rows, self.trim))
@@ -144,7 +168,9 @@ class MicroBatch(NamedTuple):
         Each tensor is a leaf, so that the step may ask for its gradient and none reaches the user's batch.
         """
         moved = []
-        for leaf, part in zip(self.batch.leaves, self.batch.select(self.rows, self.trim), strict=True):
+        views = self.views if self.trim is None else None
+        parts = self.batch.select(self.rows, self.trim) if views is None else views
+        for leaf, part in zip(self.batch.leaves, parts, strict=True):
             if isinstance(leaf.value, torch.Tensor):
                 own = part.detach()
                 own = own if own.device == home else move(own)
@@ -154,6 +180,38 @@ class MicroBatch(NamedTuple):
             else:
                 moved.append(map_tensors(part, lambda one: move(one.detach()).requires_grad_(one.requires_grad)))
         return self.batch.rebuild(moved)
+
+
+class Outline(NamedTuple):
+    """The form of a tuple, list or dict of tensors; the next such batch is described by a look at its tensors alone."""
+
+    kind: Any  # ``tuple``, ``list`` or ``dict``
+    keys: Sequence[Any]  # of a dict
+    paths: Sequence[str]
+    lists: Mapping[str, ListReading]
+
+    @classmethod
+    def of(cls, layout: Layout) -> Outline | None:
+        """Return the form of a batch; ``None`` of one that has another."""
+        batch, paths = layout.batch, [leaf.path for leaf in layout.leaves]
+        if type(batch) not in (tuple, list, dict) or not batch or len(batch) != len(paths):
+            return None
+        outline = cls(type(batch), [*batch] if type(batch) is dict else (), paths, layout.lists)
+        return outline if outline.describe(batch) else None
+
+    def describe(self, batch: Any) -> Layout | None:
+        """Describe another batch as ``describe`` does; ``None`` if it has another form."""
+        if type(batch) is not self.kind or len(batch) != len(self.paths) or (self.keys and [*batch] != self.keys):
+            return None
+        values: Sequence[Any] = [*batch.values()] if self.keys else batch
+        counts = {
+            value.shape[0] if type(value) is torch.Tensor and value.layout is torch.strided and value.ndim else 0
+            for value in values
+        }
+        if len(counts) > 1 or 0 in counts or any(value.is_nested for value in values):
+            return None
+        leaves = [Leaf(path, value, "rows") for path, value in zip(self.paths, values, strict=True)]
+        return Layout(batch, counts.pop(), self.lists, leaves)
 
 
 def describe(batch: Any, lists: Mapping[str, ListReading] | None = None, samples: int | None = None) -> Layout:

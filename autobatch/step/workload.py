@@ -95,7 +95,7 @@ class Workload:
                 owned += own.values()
             if below := module._modules:  # noqa: SLF001 - as above
                 waiting += reversed(below.values())
-        owned += self._held_by_optimizer()
+        owned += self.held_by_optimizer()
         return [*{id(one): one for one in owned if one is not None}.values()]
 
     def drop_gradients(self) -> None:
@@ -104,13 +104,14 @@ class Workload:
 
     def count_trained(self) -> int:
         """Count the values of the parameters that the optimizer moves; those of lazy modules have none yet."""
-        trained = [one for one in self._held_by_optimizer() if one.requires_grad]
+        trained = [one for one in self.held_by_optimizer() if one.requires_grad]
         try:
             return sum([one.numel() for one in trained])
         except (NotImplementedError, RuntimeError, ValueError):  # asking first takes five times as long
             return sum(one.numel() for one in trained if not is_uninitialized(one))
 
-    def _held_by_optimizer(self) -> list[nn.Parameter]:
+    def held_by_optimizer(self) -> list[nn.Parameter]:
+        """Return the parameters in the optimizer's groups."""
         groups = () if self.optimizer is None else self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 

@@ -116,7 +116,7 @@ class Accumulation:
     def record(self) -> Undo:
         self._is_watched, self.watched = self.watched > 0, max(self.watched - 1, 0)
         self.leaves_are_known = self.leaves_are_known and not (self._is_watched and self.is_training)
-        undo = try_twice(self.device.reclaim, _COPYING, self._record, self.workload.parameters)
+        undo = try_twice(self.device.reclaim, _COPYING, self._record, self.workload.held_by_optimizer())
         self._parameters = undo.gradients.parameters
         if self.is_training:
             if not (found := find_hooks(self._parameters)) <= self._hooks:
@@ -124,9 +124,8 @@ class Accumulation:
             self._hooks, self._next_handle = found, RemovableHandle.next_id
         return undo
 
-    def _record(self, parameters: Callable[[], Sequence[torch.Tensor]] = tuple) -> Undo:
-        model, device = self.workload.model, self.device.torch_device
-        return Undo(model, device, keep=self.keep, written=self.written, parameters=parameters)
+    def _record(self, held: Sequence[torch.Tensor] | None = None) -> Undo:
+        return Undo(self.workload.model, self.device.torch_device, keep=self.keep, written=self.written, held=held)
 
     def begin(
         self, batches: Sequence[Layout], largest: int, undo: Undo, shared: SharedStep | None = None

@@ -12,7 +12,7 @@ from autobatch.batch.cut import Division, Group, cut_apart, cut_as_given, cut_jo
 from autobatch.batch.example import is_source
 from autobatch.batch.lengths import ByLength, PlannedLengths, check_trimmed, read_by_length
 from autobatch.batch.registry import ListReading
-from autobatch.batch.samples import Layout, MicroBatch, describe, is_empty, is_one_batch
+from autobatch.batch.samples import Layout, MicroBatch, Outline, describe, is_empty, is_one_batch
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.division import least_size
@@ -29,11 +29,16 @@ class GivenBatches:
 
     def __init__(self, lists: Mapping[str, ListReading]) -> None:
         self.lists = dict(lists)
+        self._outline: Outline | None = None  # of the last batch
 
     def describe(self, batch: Any) -> Layout:
         """Describe one batch: lists as in the plan's example, later batches as earlier ones."""
-        layout = describe(batch, self.lists)
-        self.lists = dict(layout.lists)
+        last, layout = self._outline, None
+        if last is not None and last.lists == self.lists:  # they may have been loaded since
+            layout = last.describe(batch)
+        if layout is None:
+            layout = describe(batch, self.lists)
+            self.lists, self._outline = dict(layout.lists), Outline.of(layout)
         return layout
 
     def read(self, batches: Sequence[Any], *, leaves_out_empty: bool) -> list[Layout]:

@@ -91,6 +91,13 @@ class Contents:
                 waiting += value
         return self.modules[reached:]
 
+    def add_tables(self, tables: Iterable[Any]) -> None:
+        """Record tables of modules; the caller looks into them."""
+        found = [table for table in tables if isinstance(table, dict)]
+        self._containers += found
+        self._copies += [table.copy() if type(table) is dict else _copy_entries(table) for table in found]
+        self._seen.update(map(id, found))
+
     def is_empty(self) -> bool:
         """Return whether nothing was found that can change."""
         return not (self._copies or self._values or self.tensors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from autobatch.torch_internals.storages import LAZY, UNDISTURBED, lacks_memory, 
 from autobatch.undo.contents import Contents, find_parts, is_same, put_entries
 
 _COUNT = len(vars(nn.Module()))
-"""Number of the attributes that every module begins with; ``_modules`` is the last of them."""
+"""Number of the attributes that every module begins with: ``training``, parameters, buffers, hooks, modules."""
 
 _TABLES = (dict, set, list, deque, bytearray)
 _PLAIN_TENSORS = frozenset((torch.Tensor, nn.Parameter))
@@ -29,43 +29,71 @@ class ModuleState:
 
     Attributes:
         modules: The given modules, those below them, and hidden ones.
+        parameters: Parameters of the first given module, in the order of ``parameters()``; a shared one comes again.
         buffers: The modules' buffers that can be copied, each once.
         tensors: Tensors in their tables, attributes and containers, each once.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._contents = Contents()
+        self._contents, self._seen = Contents(), set[int]()
+        self.modules: list[nn.Module] = []
+        self.parameters: Sequence[nn.Parameter | None] = ()
         self._attributes: list[dict[str, Any]] = []
+        self._tables: list[dict[str, Any]] = []  # of buffers
         was_enabled = gc.isenabled()
         gc.disable()  # thousands of small dicts would set off collections of the whole heap: half of the time
         try:
-            waiting = self._contents.add([*modules])
-            while waiting:
-                waiting = self._contents.add(self._copy_attributes(waiting))
-            self.modules, self.tensors = self._contents.modules, self._contents.tensors
+            roots = [*modules]
+            for root in roots:  # grows while it is read, by hidden modules
+                parameters, held = self._copy_attributes(root)
+                if root is roots[0] and not self.parameters:
+                    self.parameters = parameters
+                roots += self._contents.add([*parameters, *held])
+            self.tensors = self._contents.tensors
             with UNDISTURBED():
                 self._headers = _Headers(self.tensors)
         finally:
             if was_enabled:
                 gc.enable()
         self._classes = [*map(type, self.modules)]
-        tables = [table for module in self.modules if (table := module._buffers)]
-        buffers = {id(buffer): buffer for table in tables for buffer in table.values() if buffer is not None}
+        buffers = {id(buffer): buffer for table in self._tables for buffer in table.values() if buffer is not None}
         self.buffers = [buffer for buffer in buffers.values() if type(buffer) not in LAZY and _is_own(buffer)]
 
-    def _copy_attributes(self, modules: list[nn.Module]) -> list[Any]:
-        """Copy the attributes of modules, and return those that may hold something."""
+    def _copy_attributes(self, root: nn.Module) -> tuple[list[nn.Parameter | None], list[Any]]:
+        """Copy the attributes of a module and of those below it; return parameters, and what else may hold something.
+
+        One loop for all that is asked of each module: ``root.modules()`` alone takes as long.
+        """
+        parameters: list[nn.Parameter | None] = []
         held: list[Any] = []
-        for module in modules:
+        tables: list[dict[str, Any]] = []
+        waiting: list[nn.Module | None] = [root]
+        while waiting:
+            module = waiting.pop()
+            if module is None or id(module) in self._seen:
+                continue
+            self._seen.add(id(module))
+            self.modules.append(module)
             self._attributes.append(attributes := module.__dict__.copy())
             values = [*attributes.values()]
-            if len(values) >= _COUNT and values[_COUNT - 1] is attributes.get("_modules"):
-                # Tables of hooks are mostly empty; those are only cleared again.
-                held += filter(None, values[:_COUNT])
+            own, buffers, below = module._parameters, module._buffers, module._modules  # noqa: SLF001 - as above
+            if len(values) >= _COUNT and values[1] is own and values[2] is buffers and values[_COUNT - 1] is below:
+                held += filter(None, values[3 : _COUNT - 1])  # tables of hooks: empty ones are only cleared again
                 held += values[_COUNT:]
             else:
                 held += values
-        return held
+            if own:
+                tables.append(own)
+                parameters += own.values()
+            if buffers:
+                tables.append(buffers)
+                self._tables.append(buffers)
+                held += buffers.values()
+            if below:
+                tables.append(below)
+                waiting += reversed(below.values())
+        self._contents.add_tables(tables)
+        return parameters, held
 
     def restore(self) -> None:
         """Restore all of it. Can be done any number of times."""

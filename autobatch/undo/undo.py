@@ -17,7 +17,7 @@ Not restored: attributes that a step sets on tensors that no module holds, and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class Undo:
         *,
         keep: Sequence[Any] = (),
         written: WrittenMemory | None = None,
-        parameters: Callable[[], Sequence[torch.Tensor]] = tuple,
+        held: Iterable[torch.Tensor] | None = None,
     ) -> None:
         """Record all of it; only values that move are copied, each on its own device.
 
@@ -59,7 +59,8 @@ class Undo:
             device: The device whose random generator is recorded, beside the CPU's.
             keep: Objects of the user. If a module is among them, its parameters are copied too.
             written: Memory that earlier steps wrote into: it is copied. This step's own is added.
-            parameters: Lists those whose gradients are recorded. Called last: the modules are in the caches then.
+            held: Parameters that an optimizer holds. Their gradients are recorded, and those of the model's; ``None``:
+                no gradients are.
         """
         named = expand_objects(keep) if keep else []
         kept = [item for item in named if isinstance(item, nn.Module)]
@@ -72,7 +73,9 @@ class Undo:
         if kept:
             self.memory |= WrittenMemory(ModuleState(kept).tensors).save()
         self._objects = UserObjects([item for item in named if not isinstance(item, nn.Module)]) if named else None
-        self.gradients, self.is_released = EarlierGradients(parameters()), False
+        parameters = () if held is None else (*self.modules.parameters, *held)
+        self.gradients = EarlierGradients([*{id(one): one for one in parameters if one is not None}.values()])
+        self.is_released = False
 
     def watch(self, uncopied: Iterable[torch.Tensor] = ()) -> WriteRecorder:
         """While the returned mode is active, copy memory before it is written into; later records copy it too."""
