@@ -127,11 +127,6 @@ def test_pythons_begin_with_the_oldest_that_the_metadata_names() -> None:
     assert LINTERS["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
 
 
-def test_ci_runs_the_oldest() -> None:
-    """The run that a change is taken by."""
-    assert "make test-oldest" in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-
-
 def test_the_page_begins_with_the_oldest_and_ends_with_the_tested_torch() -> None:
     """And says where ``predict`` begins."""
     rows = [row.split(" | ") for row in re.findall(r"^\| (\d.+) \|$", PAGE, flags=re.MULTILINE)]

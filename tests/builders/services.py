@@ -99,7 +99,7 @@ def run_postgres(*, durable=False):
         yield lambda name: f"postgresql+psycopg://test@/{name}?host={root}"
     finally:
         server.send_signal(signal.SIGINT)  # at once: SIGTERM waits for clients
-        server.wait(10)
+        server.wait(60)
         shutil.rmtree(root)
 
 

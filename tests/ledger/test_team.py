@@ -529,6 +529,8 @@ def test_a_server_that_hangs_does_not_hold_the_end_of_a_process(tmp_path, monkey
 def test_a_forked_child_hands_in_its_own(team):
     """The parent's thread is not in the child; a child that trains has a thread of its own."""
     program = f"""{PATIENT}{STEPS}
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside a thread
 child = os.fork()
 if child == 0:
     recorder(finished(100))

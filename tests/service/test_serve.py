@@ -173,7 +173,7 @@ def test_the_example_names_a_taken_port_too():
         taken.listen()
         port = taken.getsockname()[1]
         ran = subprocess.run(
-            [sys.executable, EXAMPLE, str(port)], check=False, capture_output=True, text=True, timeout=60
+            [sys.executable, EXAMPLE, str(port)], check=False, capture_output=True, text=True, timeout=200
         )
     assert ran.returncode == 1
     [line] = ran.stderr.splitlines()
@@ -193,7 +193,7 @@ def test_ctrl_c_ends_it_at_once(home, end):
         assert printed[-1], printed[-20:]
     imported = {line.rpartition("|")[2].strip() for line in printed}
     assert "torch" not in imported
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while True:
         try:
             stream = urllib.request.urlopen(f"{address[0]}/api/v1/events")
@@ -209,7 +209,7 @@ def test_ctrl_c_ends_it_at_once(home, end):
     waiting.append(webhook.accept()[0])
     began = time.monotonic()
     server.send_signal(end)
-    _, errors = server.communicate(timeout=30)
+    _, errors = server.communicate(timeout=100)
     assert time.monotonic() - began < 4.5  # 0.2 s where nothing else runs; the webhook may take 5 s to answer
     lines = [line for line in errors.splitlines() if line.strip() and "import time" not in line]
     assert [line for line in lines if "anyone on this machine" not in line] == []
