@@ -27,7 +27,7 @@ _PROGRAM = str(Path(__file__).resolve().with_name("rank_process.py"))
 _SIZES = (2, 3, 4)
 _EXCHANGES = 1000
 _STEP_MS = 50
-_MOST_MS = 1.0
+_MOST_MS = 0.3
 _MOST_OF_A_STEP = 0.01
 
 _SECONDS = 4.0

@@ -1,10 +1,10 @@
 """Exchanges small messages among all ranks, beside the process group that trains.
 
-1. Every rank sends one row of a fixed size: a hash of its message, and a few numbers.
+1. Every rank gets one row of a fixed size from each: a hash of its message, and a few numbers.
 2. Only if two hashes differ, every rank sends its message to every other one.
 
-Rows go round in rounds: each rank passes on what it has, which doubles from round to round. So 1,024 ranks need ten
-rounds. All ranks see the same rows, so all decide alike whether messages follow.
+Few ranks send their rows to each other. Many pass on in rounds what they have, which doubles from round to round, so
+1,024 ranks send ten messages each. All see the same rows, so messages follow on all ranks or on none.
 
 The channel is a gloo group. It lives on the host, so an exchange waits for no device. If a peer's process is gone, the
 kernel closes its sockets and the exchange ends at once, while NCCL would wait for its timeout.
@@ -33,6 +33,9 @@ from autobatch.undo.interrupts import deferred_interrupts
 _NUMBERS = 8  # of a row; more of them go with the message
 _ROW = struct.Struct(f"=16sQ{_NUMBERS}d")  # the message's hash and length, and the numbers
 _NO_HASH = bytes(16)  # of a rank whose row did not come
+# More ranks pass on rows in rounds. Each round wakes this thread, gloo's own threads wait for all ranks at once: with
+# 2 ranks on 2 busy cores that took 0.5 instead of 4 ms.
+_MOST_DIRECT = 16
 _UNKNOWN_TIMEOUT = timedelta(minutes=30)  # torch's default_pg_timeout, if a group's own cannot be read
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
@@ -65,7 +68,7 @@ class Channel:
         self.timeout, self.exchanges, self.is_over = _timeout_of(owner), 0, True
         self.owed: dict[str, Any] | None = None
         self._name, self._loss = owner.group_name, ""
-        self._rows, self._held = bytearray(_ROW.size * self.size), list[torch.Tensor]()
+        self._rows, self._held = bytearray(_ROW.size * self.size), tuple[torch.Tensor, ...]()
         self._rounds = self._plan_rounds()
         self._lost_ranks = LostRanks(self.members, self.rank, self._name)
         self._group = self._open_group(owner)
@@ -75,7 +78,7 @@ class Channel:
     def exchange(self, message: Any, numbers: Sequence[float] = ()) -> tuple[list[Any], list[Sequence[float]]]:
         """Send a message that JSON can hold, and numbers, to all ranks; return those of each rank, by rank.
 
-        What differs in every step belongs in the numbers. Zeros follow them in what is returned.
+        Numbers may differ between ranks at no cost; different messages are sent, too. Zeros may follow the numbers.
 
         Raises:
             RankLost: A rank is gone or did not answer within the timeout. Every later exchange raises it again.
@@ -91,11 +94,14 @@ class Channel:
         digest = hashlib.blake2b(content, digest_size=len(_NO_HASH)).digest()
         first = [*numbers[:_NUMBERS], *[0.0] * (_NUMBERS - len(numbers))]
         with self.collective("an exchange of messages"):
-            rows = self._pass_on(_ROW.pack(digest, len(content), *first))
+            share_row = self._send_to_all if self.size <= _MOST_DIRECT else self._pass_on
+            rows = [*_ROW.iter_unpack(share_row(_ROW.pack(digest, len(content), *first)))]
             if all(row[0] == digest for row in rows):
                 read = [json.loads(content)] * self.size
             else:
-                read = [json.loads(one) for one in self._gather(content, [row[1] for row in rows])]
+                received = self._send_to_all(content.ljust(max(row[1] for row in rows)))
+                slot = len(received) // self.size
+                read = [json.loads(received[slot * rank :][:slot]) for rank in range(self.size)]
         return [one for one, _ in read], [(*row[2:], *rest) for row, (_, rest) in zip(rows, read, strict=True)]
 
     @contextmanager
@@ -151,8 +157,22 @@ class Channel:
                 f"({_first_line(error)})"
             ) from error
 
-    def _pass_on(self, row: bytes) -> list[tuple[Any, ...]]:
-        """Return the row of each rank, by rank.
+    def _send_to_all(self, content: bytes) -> bytes:
+        """Send as many bytes as the other ranks do to each of them; return those of all ranks, by rank.
+
+        gloo's gather goes round in a ring: it took 1.4 to 2 times as long on 2 to 4 ranks, and only the neighbours of
+        a lost rank notice it.
+        """
+        memory = bytearray(content * self.size), bytearray(len(content) * self.size)
+        with torch.inference_mode(mode=False):  # an inference tensor could not be written in another mode
+            sent, received = (torch.frombuffer(part, dtype=torch.uint8) for part in memory)
+        # gloo's thread drops its references some time later; dropping the last one needs the interpreter's lock.
+        self._held = sent, received
+        self._group.alltoall_base(received, sent, [], []).wait()
+        return bytes(memory[1])
+
+    def _pass_on(self, row: bytes) -> bytes:
+        """Send this rank's row in rounds; return those of all ranks, by rank.
 
         A rank that misses rows still takes part to the end, so that all others miss them, too.
         """
@@ -167,18 +187,18 @@ class Channel:
         self._rows[:] = row.ljust(len(self._rows), b"\0")
         works = [attempt(self._group.recv, [received], source, 0) for _, _, received, source in self._rounds]
         for work, (sent, receiver, _, _) in zip(works, self._rounds, strict=True):
-            for one in (attempt(self._group.send, [sent], receiver, 0), work):
+            for one in (work, attempt(self._group.send, [sent], receiver, 0)):
                 if one is not None:
                     attempt(one.wait)
-        rows = [*_ROW.iter_unpack(self._rows)]
-        if any(one[0] == _NO_HASH for one in rows):
+        if any(one[0] == _NO_HASH for one in _ROW.iter_unpack(self._rows)):
             raise failures[0] if failures else RuntimeError("the row of a rank did not come")
-        return [rows[(rank - self.rank) % self.size] for rank in range(self.size)]
+        first = (self.size - self.rank) * _ROW.size  # the row of rank 0
+        return bytes(self._rows[first:] + self._rows[:first])
 
     def _plan_rounds(self) -> list[tuple[torch.Tensor, int, torch.Tensor, int]]:
-        """Return for each round what is sent, and to which rank, and where the rows of which rank go.
+        """Return for each round: rows to send, their receiver, memory for rows, their sender.
 
-        In memory this rank's row is the first one, then comes that of the next rank.
+        This rank's row is the first in memory, and that of the next rank follows.
         """
         rounds, count = [], 1
         with torch.inference_mode(mode=False):  # an inference tensor could not be written in another mode
@@ -189,21 +209,6 @@ class Channel:
                 rounds.append((rows[: len(received)], receiver, received, source))
                 count *= 2
         return rounds
-
-    def _gather(self, content: bytes, lengths: Sequence[int]) -> list[bytes]:
-        """Return each rank's message; every rank sends its own to every other one.
-
-        gloo's gather goes round in a ring: it took 1.4 to 2 times as long on 2 to 4 ranks, and only the neighbours of
-        a lost rank notice it.
-        """
-        slot = max(lengths)
-        memory = [bytearray(content.ljust(slot, b"\0") * self.size), bytearray(slot * self.size)]
-        with torch.inference_mode(mode=False):
-            sent, received = (torch.frombuffer(part, dtype=torch.uint8) for part in memory)
-        # gloo's thread drops its references some time later; dropping the last one needs the interpreter's lock.
-        self._held = [sent, received]
-        self._group.alltoall_base(received, sent, [], []).wait()
-        return [bytes(memory[1][slot * rank :][:length]) for rank, length in enumerate(lengths)]
 
 
 def open_channel(group: dist.ProcessGroup | None) -> Channel:

@@ -12,14 +12,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autobatch
+from autobatch.distributed import channel as channels
 from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.channel import Channel, open_channel
 from autobatch.errors import RankFailed, RankLost
 from autobatch.testing import FakeDevice
 
 
-def exchange_numbers():
+def exchange_numbers(most_direct):
     """What a rank gets: from equal messages, from unequal ones, and more numbers than a row holds."""
+    channels._MOST_DIRECT = most_direct
     rank, channel = dist.get_rank(), open_channel(None)
     found = []
     for message in ("the same", rank):
@@ -29,8 +31,8 @@ def exchange_numbers():
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 6])
-def test_every_rank_gets_the_numbers_of_all(size):
+@pytest.mark.parametrize(("size", "most_direct"), [(1, 16), (3, 16), (1, 0), (2, 0), (3, 0), (5, 0), (6, 0)])
+def test_every_rank_gets_the_numbers_of_all(size, most_direct):
     """By rank, whether or not their number is a power of two, and whether or not messages are equal."""
     ranks = range(size)
     expected = [
@@ -38,7 +40,7 @@ def test_every_rank_gets_the_numbers_of_all(size):
         for messages in (["the same"] * size, [*ranks])
         for count in (0, 3, 20)
     ]
-    for found in values_of(run_ranks(exchange_numbers, size=size)):
+    for found in values_of(run_ranks(exchange_numbers, most_direct, size=size)):
         assert found == expected
 
 
@@ -68,6 +70,7 @@ ENDS = {
 def end_inside(which, how, sends):
     """The outcomes of two exchanges, in the first of which one rank ends before a round."""
     wait_at_most(4)
+    channels._MOST_DIRECT = 0
     channel, rank = Channel(None), dist.get_rank()
     if rank == which:
         channel._group = Ending(channel._group, sends, ENDS[how])
@@ -101,8 +104,9 @@ def test_a_rank_that_ends_between_two_rounds_is_named_by_all(size, how, sends):
     assert any(first for first, _ in outcomes)
 
 
-def fail_in_turn():
+def fail_in_turn(most_direct):
     """What each rank sees where one of them fails, or makes another call, and all send numbers."""
+    channels._MOST_DIRECT = most_direct
     rank, channel, found = dist.get_rank(), open_channel(None), []
     for failing in range(dist.get_world_size()):
         for does in (lambda one: one.fail(ValueError("own")), lambda one: one.gather("another", {"n": rank})):
@@ -121,10 +125,11 @@ def fail_in_turn():
     return found
 
 
-def test_a_rank_that_fails_or_makes_another_call_is_named_though_all_else_is_equal():
+@pytest.mark.parametrize("most_direct", [0, 16])
+def test_a_rank_that_fails_or_makes_another_call_is_named_though_all_else_is_equal(most_direct):
     """On each rank in turn; and the exchange that follows is in step again."""
     size = 3
-    for rank, found in enumerate(values_of(run_ranks(fail_in_turn, size=size))):
+    for rank, found in enumerate(values_of(run_ranks(fail_in_turn, most_direct, size=size))):
         for failing in range(size):
             failed, other = found[2 * failing : 2 * failing + 2]
             undone = f"step 0 was undone on every rank, because it failed on one: rank {failing}: ValueError: own"
