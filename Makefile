@@ -83,6 +83,7 @@ demo: $(INSTALLED) ## train on real data inside a memory limit in which the targ
 bench: $(BENCH_INSTALLED) ## time, memory, retries, search and several ranks beside others, some minutes; writes benchmarks/RESULTS.md
 	PYTHONPATH=. "$(PYTHON_ENV)" benchmarks/results.py
 	PYTHONPATH=. "$(PYTHON_ENV)" benchmarks/aftermath.py
+	PYTHONPATH=. "$(PYTHON_ENV)" benchmarks/blocks.py
 
 accuracy: $(BENCH_INSTALLED) ## predictions beside published peaks: make accuracy TABLE=peaks.csv [MODELS=100]
 	PYTHONPATH=. "$(PYTHON_ENV)" benchmarks/accuracy.py --table "$(TABLE)" --models $(or $(MODELS),100) --output benchmarks/RESULTS.md

@@ -23,7 +23,7 @@ from autobatch.strategies.choice import (
     TOO_LOW,
     choices,
     predict_peak,
-    seconds_of,
+    slowdown_of,
     useful_blocks,
 )
 
@@ -76,14 +76,13 @@ def choose_blocks(request: Request, trials: Trials, size: int) -> Checkpointing:
         tried = f"strategies= recomputed {plural(len(useful), 'block')}, which is not enough"
         raise DoesNotFit(f"{trials.explain()}; {tried}{_explain(measured.left_out)}")
     chosen, trial = _try_choices(request, trials, measured, most)
-    again = 2 * seconds_of(measured.runs, chosen)  # a trial has two micro-batches
     return Checkpointing(
         blocks=chosen,
         candidates=len(blocks),
         micro_batch_size=size,
         plain_bytes=_rest(measured, useful, most) + predict_peak(measured.runs, (), measured.head_bytes),
         peak_bytes=trial.peak_reserved,
-        slowdown=again / max(trial.seconds - again, again),
+        slowdown=slowdown_of(measured.runs, chosen, measured.head_seconds),
         left_out=tuple(LeftOut(block=block, reason=reason) for block, reason in measured.left_out.items()),
     )
 

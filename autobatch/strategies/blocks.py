@@ -1,8 +1,8 @@
 """Finds the blocks of a model that may be recomputed, and measures each in one forward pass of a step.
 
 1. Blocks are the entries of ModuleLists and Sequentials that consist of several modules.
-2. While the step runs, each block runs twice by itself, from the same inputs and generators: plainly, and recomputed.
-   This needs no more memory than one block, so it works where the whole step does not fit.
+2. While the step runs, each block runs twice from the same inputs and generators: plainly, and recomputed. This
+   needs no more memory than one block, so it works where the whole step does not fit.
 3. The plain run says what the block keeps and computes, the other one what recomputing it takes at once.
 4. A block whose two runs differ, in a gradient or in what the module holds, is left out, with the reason.
 
@@ -64,11 +64,12 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 @dataclass
 class BlockMeasurement:
-    """What one forward pass says about the blocks of a model.
+    """Measurement of the blocks of a model in one forward pass.
 
     Attributes:
         runs: Calls of blocks that can be recomputed, in order.
         head_bytes: Most bytes at once after the last block, beyond those held at its end.
+        head_seconds: Time of the part after the last block.
         left_out: Blocks that cannot be recomputed, each with the reason.
     """
 
@@ -77,13 +78,18 @@ class BlockMeasurement:
     blocks: Sequence[str]
     runs: list[BlockRun] = field(default_factory=list)
     head_bytes: int = 0
+    head_seconds: float = 0.0
     left_out: dict[str, str] = field(default_factory=dict)
     _seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = field(default_factory=dict)
     _held: int = 0
+    _began: float = 0.0
 
     def run(self, samples: Any) -> None:
-        """Run the step once on these samples; what it changes is the caller's to restore."""
-        self.runs, self._seen = [], {}
+        """Run the step once on these samples; what it changes is the caller's to restore.
+
+        A later run replaces what an earlier one found: the first one may import modules, which draw numbers.
+        """
+        self.runs, self.left_out, self._seen = [], {}, {}
         modules = find_modules(self.workload.model, self.blocks)
         names = dict(zip(map(id, modules), self.blocks, strict=True))
 
@@ -97,12 +103,13 @@ class BlockMeasurement:
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             loss.backward()
         self.device.synchronize()
+        self.head_seconds = time.perf_counter() - self._began
         self.head_bytes = max(self.device.usage().peak_allocated - self._held, 0)
         self.runs = [run for run in self.runs if run.block not in self.left_out]
 
     def _begin_rest(self) -> None:
         self.device.reset_peak()
-        self._held = self.device.usage().allocated
+        self._held, self._began = self.device.usage().allocated, time.perf_counter()
 
     def _run_block(
         self, name: str, block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -157,9 +164,10 @@ class BlockMeasurement:
         before, started = device.usage().allocated, time.perf_counter()
         inputs, outputs, returned = call.run(recomputing(forward))
         device.synchronize()
-        seconds = time.perf_counter() - started
+        seconds, started = time.perf_counter() - started, time.perf_counter()
         torch.autograd.backward(outputs, directions)  # gradients of parameters are there already, as in training
         device.synchronize()
+        step_seconds = time.perf_counter() - started  # the backward pass has run the forward pass too
         peak = device.usage().peak_allocated
         again = [_copy(one.grad) for one in (*inputs, *parameters)]
         summed = [1] * len(inputs) + [2] * len(parameters)  # those of parameters are of both runs
@@ -184,6 +192,7 @@ class BlockMeasurement:
                 again_bytes=max(peak - before - (0 if saves_output else sum(map(bytes_of, outputs))), 0),
                 flops=counter.get_total_flops(),
                 seconds=seconds,
+                step_seconds=step_seconds,
             )
         )
         return returned, saves_output
@@ -261,12 +270,12 @@ def _detach(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose graph begins here. It is no leaf, so the step may write into it."""
+    """Return a tensor whose graph begins here, but not a leaf: the step may write into it."""
     return _detach(tensor).clone() if tensor.requires_grad else tensor
 
 
 def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a copy in host memory; like the other copies of ``fit`` it is no part of what is measured."""
+    """Return a copy in host memory, which is not measured; the other copies of ``fit`` are not either."""
     with _disable_current_modes():
         return None if gradient is None else gradient.to("cpu", copy=True)
 

@@ -3,8 +3,8 @@
 1. A measurement has the runs of all blocks in order (``BlockRun``), and what the rest of the step holds at most.
 2. ``predict_peak`` says what a choice of blocks would hold at once. It is the largest of the moments at which memory
    may peak: the backward pass of each block, and that of the part after the last one.
-3. ``choices`` yields all choices, those with the least recomputation first. Blocks that are alike count as one kind,
-   of which the earliest are recomputed: the last block's recomputation falls on the peak itself.
+3. ``choices`` yields all choices, those with the least recomputation first. Blocks that are alike count as one kind.
+   The earliest of a kind are recomputed, since the last block's recomputation falls on the peak itself.
 
 A prediction is only a filter: the first choice whose trial fits is taken.
 
@@ -20,7 +20,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from itertools import product
 
-from autobatch._bounds import Bytes, Count, Seconds, Text
+from autobatch._bounds import SHORTEST, Bytes, Count, Seconds, Text
 from autobatch.records import Record
 
 TOO_LOW = 1.035
@@ -43,6 +43,7 @@ class BlockRun(Record):
         again_bytes: Most bytes at once while it is recomputed and runs backward.
         flops: Operations of its forward pass.
         seconds: Time of its forward pass.
+        step_seconds: Time of its forward and backward pass.
     """
 
     block: Text
@@ -54,6 +55,7 @@ class BlockRun(Record):
     again_bytes: Bytes
     flops: Count
     seconds: Seconds
+    step_seconds: Seconds
 
     @property
     def cost(self) -> float:
@@ -90,8 +92,10 @@ def cost_of(runs: Sequence[BlockRun], chosen: Collection[str]) -> float:
     return sum(run.cost for run in runs if run.block in chosen)
 
 
-def seconds_of(runs: Sequence[BlockRun], chosen: Collection[str]) -> float:
-    return sum(run.seconds for run in runs if run.block in chosen)
+def slowdown_of(runs: Sequence[BlockRun], chosen: Collection[str], head_seconds: float) -> float:
+    """Return the time of the recomputation as a part of a plain step; its times were measured one after the other."""
+    again = sum(run.seconds for run in runs if run.block in chosen)
+    return again / max(sum(run.step_seconds for run in runs) + head_seconds, SHORTEST)
 
 
 def choices(runs: Sequence[BlockRun]) -> Iterator[tuple[str, ...]]:
@@ -117,7 +121,7 @@ def _add_up(costs: Iterator[float]) -> Iterator[float]:
 
 
 def _kinds(runs: Sequence[BlockRun], blocks: Sequence[str], width: float) -> list[list[str]]:
-    """Group blocks that are alike; with a ``width`` above 1, also those whose numbers differ by up to this factor."""
+    """Group blocks that are alike; a ``width`` above 1 also groups those whose numbers differ by up to this factor."""
     kinds: dict[tuple[object, ...], list[str]] = {}
     for block in blocks:
         own = [run for run in runs if run.block == block]
