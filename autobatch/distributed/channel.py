@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -82,6 +82,19 @@ class Channel:
             if longest > _SLOT_BYTES:
                 rows = self._gather(content, len(content), longest)
         return [json.loads(body) for _, body in rows]
+
+    def gather_bytes(self, mine: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return the bytes (uint8, on the host) of each rank, by rank; ``sizes`` has their numbers.
+
+        Raises:
+            RankLost: A rank is gone or did not answer within the timeout.
+        """
+        with self.collective("an exchange of representations"):
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(mine)] = mine
+            received = [torch.empty_like(padded) for _ in sizes]
+            self._group.allgather([received], [padded]).wait()
+        return [part[:size] for part, size in zip(received, sizes, strict=True)]
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:

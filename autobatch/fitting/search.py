@@ -151,8 +151,10 @@ class _Trials:
             request.memory.watch(tensors_of(whole.batch))
         allowance, wanted = request.allowance, request.wanted
         options = allowance.limit_bytes, request.state, wanted.accumulate_in_float32, wanted.target_batch
-        shared = request.division.trials
-        self.probe = Probe(request.workload, self.samples, request.memory, *options, shared=shared)
+        division = request.division
+        self.probe = Probe(
+            *(request.workload, self.samples, request.memory, *options, division.target), shared=division.trials
+        )
         self._request = request
 
     def run(self, size: int) -> Trial:

@@ -19,7 +19,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.step.model_info import name_optimizer
-from autobatch.step.whole_batch import refuse_on_ranks
+from autobatch.step.whole_batch import refuse_sharded
 from autobatch.step.workload import Workload
 from autobatch.torch_internals.storages import has_shards
 from autobatch.training.accumulation import Accumulation
@@ -67,6 +67,8 @@ def make_accumulation(
     keep: Sequence[Any],
     backward: Backward | None,
 ) -> Accumulation:
+    if is_sharded:
+        refuse_sharded(workload.step)
     return (LockstepAccumulation if is_sharded else accumulation_for(workload))(
         workload,
         device,
@@ -91,7 +93,6 @@ def describe_binding(
     plan: Plan, workload: Workload, device: Device, max_grad_norm: float | None, **given: Any
 ) -> dict[str, Any]:
     """Describe what must be the same on each rank, and the device of each."""
-    refuse_on_ranks(workload.step)
     schedulers, scaler = given.pop("schedulers"), given.pop("scaler")
     given |= {"weigh": workload.weigh}
     return {
