@@ -45,11 +45,6 @@ def test_several_datasets_with_columns_of_their_own(tmp_path):
         ("CachedMultipleNegativesRankingLoss", False),
         ("CoSENTLoss", True),
         ("AnglELoss", True),
-        ("OnlineContrastiveLoss", True),
-        ("BatchAllTripletLoss", True),
-        ("BatchHardTripletLoss", True),
-        ("BatchHardSoftMarginTripletLoss", True),
-        ("BatchSemiHardTripletLoss", True),
     ],
 )
 def test_a_loss_over_the_whole_batch_ends_where_the_library_s_own_ends(loss, labels, tmp_path):

@@ -15,11 +15,7 @@ from torch import nn
 from autobatch.integrations.attributes import replaced
 
 _COMPARING = frozenset(
-    (
-        *("MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "CoSENTLoss", "AnglELoss"),
-        *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchHardSoftMarginTripletLoss", "BatchSemiHardTripletLoss"),
-        "OnlineContrastiveLoss",
-    )
+    ("MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "CoSENTLoss", "AnglELoss")
 )
 _CACHED = frozenset(("CachedMultipleNegativesRankingLoss", "CachedMultipleNegativesSymmetricRankingLoss"))
 _COMPARE = "compute_loss_from_embeddings"
