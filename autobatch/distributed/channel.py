@@ -104,6 +104,19 @@ class Channel:
                 read = [json.loads(received[slot * rank :][:slot]) for rank in range(self.size)]
         return [one for one, _ in read], [(*row[2:], *rest) for row, (_, rest) in zip(rows, read, strict=True)]
 
+    def gather_bytes(self, mine: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return the bytes (uint8, on the host) of each rank, by rank; ``sizes`` has their numbers.
+
+        Raises:
+            RankLost: A rank is gone or did not answer within the timeout.
+        """
+        with self.collective("an exchange of representations"):
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(mine)] = mine
+            received = [torch.empty_like(padded) for _ in sizes]
+            self._group.allgather([received], [padded]).wait()
+        return [part[:size] for part, size in zip(received, sizes, strict=True)]
+
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
         """Block of one collective, here or in the training group; raises RankLost if it breaks off."""

@@ -20,7 +20,7 @@ from autobatch.planning.division import Share, share_target
 from autobatch.planning.plan_record import RankPlan
 from autobatch.records import IN_EACH, SUMMINGS, Summing, Trial
 from autobatch.step.model_info import name_optimizer
-from autobatch.step.whole_batch import refuse_on_ranks
+from autobatch.step.whole_batch import refuse_sharded
 from autobatch.step.workload import Workload
 
 _LARGEST = (
@@ -111,7 +111,8 @@ class Division:
         if self._ranks is None:
             return []
         refuse_sharded_optimizer(workload.optimizer)
-        refuse_on_ranks(workload.step)
+        if self.trials.are_shared:
+            refuse_sharded(workload.step)
         same = {
             "target_batch=": self.target,
             "share=": self._share if isinstance(self._share, str) else [*map(int, self._share)],

@@ -22,6 +22,7 @@ from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
 from autobatch.distributed.ranks import Ranks, digest_values
 from autobatch.distributed.reduction import GradientSlot, make_loss
+from autobatch.distributed.shared_rows import SharedRows
 from autobatch.errors import InvalidArgument, RankLost
 from autobatch.events.runner_events import RankStep
 from autobatch.torch_internals.storages import has_shards
@@ -69,6 +70,10 @@ class SharedStep:
             self._agreement.fail(error)
         elif not isinstance(error, RankLost):
             self._agreement.owe(error)
+
+    def share_rows(self) -> SharedRows:
+        """Return what gathers the representations of this step's loss over the ranks."""
+        return SharedRows(self._ranks, self._agreement)
 
     def close(self) -> None:
         """Let the wrapper communicate again."""

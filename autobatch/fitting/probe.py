@@ -104,6 +104,7 @@ class Probe:
     state: TrainingState
     in_float32: bool = True  # as in Accumulation
     target: int = 0  # samples in a step, of which a trial runs two micro-batches; 0: no more than those
+    target_of_all: int = 0  # and on all ranks, whose rows the loss of ``WholeBatch`` compares
     shared: SharedTrials = field(default_factory=lambda: SharedTrials(None))  # trials of the other ranks
     summing: Summing = IN_EACH  # of gradients of sharded parameters
     errors: dict[int, str] = field(default_factory=dict)  # for each size that ran out of memory, the first line
@@ -285,7 +286,8 @@ class Probe:
             return sum(others, start=first), aux
 
         # By samples: a trial has to run a micro-batch of the example even if its labels are all ignored.
-        passes = self._note_passes(user, is_split=len(batches) > 1) if isinstance(user, WholeBatch) else run
+        is_split = len(batches) > 1 or self.target_of_all > self.target
+        passes = self._note_passes(user, is_split=is_split) if isinstance(user, WholeBatch) else run
         workload = self.workload.around(passes, weigh=None)
         accumulation = accumulation_for(workload)(
             workload,
@@ -298,8 +300,11 @@ class Probe:
             watched=self._to_watch,
             stands_for=-(-self.target // size) if self.target > size else 0,
         )
-        if isinstance(accumulation, WholeBatchAccumulation) and len(batches) > 1:
-            accumulation.imitated = self._grow_whole()
+        if isinstance(accumulation, WholeBatchAccumulation):
+            if self.target_of_all > self.target:
+                accumulation.imitated = self.target_of_all
+            elif len(batches) > 1:
+                accumulation.imitated, accumulation.whole = self.target, self._grow_whole()
         self._now.phase = "forward"
         try:
             accumulated = accumulation.run(batches, size)

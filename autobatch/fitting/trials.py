@@ -33,9 +33,9 @@ class Trials:
             self.samples, self._whole = batch.by_length.at(batch.by_length.longest)[0], whole  # a step holds both
             request.memory.watch(tensors_of(whole.batch))
         allowance, wanted = request.allowance, request.wanted
-        options = allowance.limit_bytes, request.state, wanted.accumulate_in_float32, wanted.target_batch
-        shared = request.division.trials
-        self.probe = Probe(request.workload, self.samples, request.memory, *options, shared=shared)
+        division, target = request.division, wanted.target_batch
+        options = allowance.limit_bytes, request.state, wanted.accumulate_in_float32, target, division.target
+        self.probe = Probe(request.workload, self.samples, request.memory, *options, shared=division.trials)
         self._request, self._checkpointed = request, 0
 
     def run(self, size: int) -> Trial:

@@ -53,11 +53,28 @@ class WholeBatch:
         return returned
 
 
-def refuse_on_ranks(step: Any) -> None:
-    """Raise InvalidArgument for a ``WholeBatch`` where several ranks train together."""
+class NoBatch:
+    """In place of the batch, on several ranks: each has its own samples, and the loss is over the rows of all."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise InvalidArgument, as any use of it."""
+        raise InvalidArgument(
+            "the loss of WholeBatch reads its batch, and each of several ranks has another one: return what the loss "
+            "needs, such as labels, from represent(), a row a sample"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        """Raise InvalidArgument."""
+        return self.__getattr__("")
+
+    __len__ = __iter__ = __call__ = __getitem__
+
+
+def refuse_sharded(step: Any) -> None:
+    """Raise InvalidArgument for a ``WholeBatch`` whose model has sharded parameters."""
     if isinstance(step, WholeBatch):
         raise InvalidArgument(
-            "WholeBatch does not run over several ranks yet: each would compare its own samples only; train on one rank"
+            "WholeBatch does not run with fully_shard: use DistributedDataParallel, or train on one rank"
         )
 
 

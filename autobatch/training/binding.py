@@ -20,7 +20,7 @@ from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.step.default_step import default_step
 from autobatch.step.model_info import name_optimizer
-from autobatch.step.whole_batch import refuse_on_ranks
+from autobatch.step.whole_batch import refuse_sharded
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.strategies.checkpointing import checkpointed
 from autobatch.torch_internals.storages import has_shards
@@ -75,6 +75,8 @@ def make_accumulation(
     keep: Sequence[Any],
     backward: Backward | None,
 ) -> Accumulation:
+    if is_sharded:
+        refuse_sharded(workload.step)
     return (LockstepAccumulation if is_sharded else accumulation_for(workload))(
         workload,
         device,
@@ -99,7 +101,6 @@ def describe_binding(
     plan: Plan, workload: Workload, device: Device, max_grad_norm: float | None, **given: Any
 ) -> dict[str, Any]:
     """Describe what must be the same on each rank, and the device of each."""
-    refuse_on_ranks(workload.step)
     schedulers, scaler = given.pop("schedulers"), given.pop("scaler")
     given |= {"weigh": workload.weigh}
     return {

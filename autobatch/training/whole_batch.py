@@ -27,11 +27,13 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autobatch.batch.cut import Group, cut_joined, divide, number_rows
 from autobatch.batch.samples import Layout, MicroBatch
+from autobatch.distributed.shared_rows import SharedRows
+from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import CannotRetry, InvalidArgument
-from autobatch.step.whole_batch import WholeBatch, read_loss, read_rows
+from autobatch.step.whole_batch import NoBatch, WholeBatch, read_loss, read_rows
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation import Accumulation
-from autobatch.training.accumulation_state import AccumulationState
+from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.misuse import GradientWatch
 from autobatch.undo.random_state import RandomState
 from autobatch.undo.undo import Undo
@@ -61,8 +63,10 @@ class Kept(NamedTuple):
 class WholeBatchAccumulation(Accumulation):
     """Accumulates the gradient of one ``WholeBatch`` on one device, batch after batch."""
 
-    imitated: Layout | None = None  # batch of the step that a trial imitates: the loss is that of all its samples
+    imitated: int = 0  # rows in the loss of the step that a trial imitates
+    whole: Layout | None = None  # batch of that step; None: it is in parts on several ranks
     _undo: Undo | None = None
+    _shared: SharedRows | None = None  # of the step that runs, on several ranks
     _kept: list[Kept] = field(default_factory=list)
     _later: RandomState | None = None  # generators after the loss, and what backward passes have drawn since
     _are_same: list[torch.Tensor] = field(default_factory=list)  # not read until the end: a read waits for the device
@@ -72,12 +76,29 @@ class WholeBatchAccumulation(Accumulation):
         self._undo = undo
         return super().begin(batches, largest, undo, shared)
 
+    def _open(self, shared: SharedStep, progress: AccumulationState, *_: Any) -> None:
+        """Divide by nothing: the loss is over the rows of all ranks."""
+        if not progress.micro_batches:
+            raise InvalidArgument("WholeBatch needs samples on every rank, and this one has none in this step")
+        self._shared = shared.share_rows()
+
+    def attempt(self, progress: AccumulationState, undo: Undo) -> Shortage | None:
+        """Run both passes; on several ranks all of them run again, or none."""
+        shortage = super().attempt(progress, undo)
+        if self._shared is None or not self._shared.is_gathered or self._shared.confirm(is_done=shortage is None):
+            return shortage
+        if shortage is None:
+            self._sums.clear()
+            progress.restart()
+            shortage = Shortage(failed_size=0, reason="another rank ran out of memory")
+        return shortage
+
     def _end(self, undo: Undo) -> None:
         super()._end(undo)
-        self._undo = None
+        self._undo = self._shared = None
 
     def _run_micro_batches(self, progress: AccumulationState) -> None:
-        if len(progress.micro_batches) == 1 and self.imitated is None:
+        if len(progress.micro_batches) == 1 and not self.imitated and self._shared is None:
             self._run_whole(progress)
             return
         undo = self._undo
@@ -90,7 +111,13 @@ class WholeBatchAccumulation(Accumulation):
             progress.aux = []
             progress.phase = "loss"
             before = self._record()
+            begun = RandomState(self.device.torch_device)
             value, aux = self._run_loss(self._join_kept(progress), progress)
+            if self._shared is not None:
+                _refuse_draws(begun, RandomState(self.device.torch_device))
+                # Each rank has run the loss of all rows: its own parameters' gradients are summed over the ranks.
+                self._correct(1 / self._shared.size)
+                value = value / self._shared.size
             if lost := undo.find_lost():
                 raise CannotRetry(
                     f"the step wrote for the first time into a tensor of shape {tuple(lost[0].shape)}, so there is no "
@@ -108,7 +135,7 @@ class WholeBatchAccumulation(Accumulation):
             super()._run_micro_batches(progress)
             after.rewind()
             self._later.restore()
-            if self.imitated is None and not all(map(bool, self._are_same)):
+            if not self.imitated and not all(map(bool, self._are_same)):
                 raise InvalidArgument(_OTHERS)
         finally:
             self._kept, self._are_same, self._later = [], [], None
@@ -141,7 +168,7 @@ class WholeBatchAccumulation(Accumulation):
         with self.device.micro_batch(micro_batch.size) or nullcontext():
             found, nest = self._represent(micro_batch, progress)
             progress.phase = "backward"
-            progress.loss.value, aux = self._run_loss(_join([found], nest, progress), progress)
+            progress.loss.value, aux = self._run_loss(tree_unflatten(_join([found], progress), nest), progress)
             self._join_sparse_rows(progress)
         progress.aux, self.leaves_are_known = [aux], True
 
@@ -160,9 +187,11 @@ class WholeBatchAccumulation(Accumulation):
         return loss.detach(), aux
 
     def _join_batch(self, progress: AccumulationState) -> Any:
-        """All samples of the step, as they were passed, in containers of their own."""
+        """All samples of the step, as they were passed, in containers of their own; nothing on several ranks."""
+        if self._shared is not None or (self.imitated and self.whole is None):
+            return NoBatch()
         given = {id(group.batch): group.batch for group in progress.groups}
-        joined = cut_joined([*given.values()] if self.imitated is None else [self.imitated])
+        joined = cut_joined([*given.values()] if self.whole is None else [self.whole])
         if len(joined) > 1:
             raise InvalidArgument(
                 f"the loss of WholeBatch needs the samples of a step in one batch, and these {len(given)} batches "
@@ -173,10 +202,14 @@ class WholeBatchAccumulation(Accumulation):
 
     def _join_kept(self, progress: AccumulationState) -> Any:
         """The representations of all micro-batches; none of them a leaf of its graph."""
-        if self.imitated is None:
-            return _join([kept.tensors for kept in self._kept], self._kept[0].nest, progress)
-        self._imitate(self.imitated.count, progress)
-        return _join([kept.tensors for kept in self._kept], self._kept[0].nest)
+        nest = self._kept[0].nest
+        if self.imitated:
+            self._imitate(self.imitated, progress)
+            return tree_unflatten(_join([kept.tensors for kept in self._kept]), nest)
+        own = _join([kept.tensors for kept in self._kept], progress)
+        if self._shared is None:
+            return tree_unflatten(own, nest)
+        return tree_unflatten(_join(self._shared.gather(own, str(nest))), nest)
 
     def _imitate(self, samples: int, progress: AccumulationState) -> None:
         """Keep as many representations as a step of so many samples keeps."""
@@ -226,20 +259,30 @@ def accumulation_for(workload: Workload) -> type[Accumulation]:
 
 
 def _join(
-    parts: Sequence[Sequence[torch.Tensor | None]], nest: TreeSpec, progress: AccumulationState | None = None
-) -> Any:
-    """Join representations of micro-batches, in the order of the batch if the micro-batches are those of a step."""
+    parts: Sequence[Sequence[torch.Tensor | None]], progress: AccumulationState | None = None
+) -> list[torch.Tensor | None]:
+    """Join representations of parts; those of a step's micro-batches in the order of its batch."""
     columns = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
     numbered = () if progress is None else number_rows(progress.groups, progress.micro_batches)
     rows = [row for numbers in numbered for row in numbers]
     if rows != [*range(len(rows))]:
         places = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
         columns = [one if one is None else one.index_select(0, places.to(one.device)) for one in columns]
-    return tree_unflatten(columns, nest)
+    return columns
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _refuse_draws(before: RandomState, after: RandomState) -> None:
+    """Refuse a loss that draws, on several ranks: each would run another loss."""
+    pairs = [(before.cpu, after.cpu), (before.of_device, after.of_device)]
+    same = all(torch.equal(one, other) for one, other in pairs if one is not None and other is not None)
+    if not same or before.python != after.python:
+        raise InvalidArgument(
+            "the loss of WholeBatch drew random numbers, which differ between the ranks: draw in represent()"
+        )
 
 
 def _describe(tensor: torch.Tensor | None) -> Any:

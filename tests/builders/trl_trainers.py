@@ -143,13 +143,13 @@ def generating(folder: Path, kind: str) -> Any:
     )
 
 
-def embedder(folder: Path, loss: str, *, labels: bool = False, **options: Any) -> Any:
+def embedder(folder: Path, loss: str, *, labels: bool = False, dropout: float = 0.0, **options: Any) -> Any:
     """Sentence embeddings with one of the library's losses."""
     from sentence_transformers import SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
     from sentence_transformers.sentence_transformer import losses
 
-    model = _encoder(folder)
+    model = _encoder(folder, dropout)
     lines_ = texts(384)
     data: dict[str, Any] = {"one": lines_[:192], "other": lines_[192:]}
     if labels:
@@ -181,7 +181,7 @@ def embedder_of_two(folder: Path, names: dict[str, str], first: str, **options: 
     )
 
 
-def _encoder(folder: Path) -> Any:
+def _encoder(folder: Path, dropout: float = 0.0) -> Any:
     """Embeds texts, in float64."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
@@ -194,8 +194,8 @@ def _encoder(folder: Path) -> Any:
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     saved = str(folder / "encoder")
     transformers.BertModel(config).save_pretrained(saved)

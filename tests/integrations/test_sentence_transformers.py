@@ -6,7 +6,8 @@ from functools import partial
 
 import datasets
 import pytest
-from trainers import apart, logs_apart, train
+from sentence_transformers.sentence_transformer import losses
+from trainers import Interrupted, apart, logs_apart, small_device, train
 from trl_trainers import embedder
 
 from autobatch.errors import InexactSplit
@@ -40,14 +41,52 @@ def test_several_datasets_with_columns_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "labels"),
     [
-        ("CoSENTLoss", True),
         ("MultipleNegativesRankingLoss", False),
         ("CachedMultipleNegativesRankingLoss", False),
+        ("CoSENTLoss", True),
+        ("AnglELoss", True),
     ],
 )
-def test_a_loss_that_compares_samples_is_refused(loss, labels, tmp_path):
+def test_a_loss_over_the_whole_batch_ends_where_the_library_s_own_ends(loss, labels, tmp_path):
+    """Each sample is compared with those of all micro-batches, as in the library's own whole batch."""
+    make = partial(embedder, tmp_path, loss, labels=labels)
+    whole, split = train(make), train(make, attached={})
+    assert apart(whole, split) < 1e-12
+    assert logs_apart(whole, split) < 1e-6
+    assert all(len(sizes) > 1 for sizes in split.sizes)
+    assert split.step.rule.reading == "loss over the whole batch"
+
+
+def test_dropout_draws_what_the_library_draws(tmp_path):
+    """A batch that fits whole draws the same; in parts it draws for each micro-batch."""
+    make = partial(embedder, tmp_path, "MultipleNegativesRankingLoss", dropout=0.1)
+    whole = train(make)
+    assert apart(whole, train(make, attached={"device": small_device(10**6)})) < 1e-12
+    split = train(make, attached={})
+    assert all(len(sizes) > 1 for sizes in split.sizes)
+
+
+def test_a_step_that_runs_out_of_memory_is_run_again(tmp_path):
+    """In either pass: the weights are those of a run without the shortage."""
+    make = partial(embedder, tmp_path, "MultipleNegativesRankingLoss")
+    whole = train(make)
+    split = train(make, attached={}, around=Interrupted({2: (40,), 4: (400,)}))
+    assert split.retries >= 2
+    assert apart(whole, split) < 1e-12
+
+
+def test_a_loss_of_the_user_s_that_compares_samples_is_refused(tmp_path):
     """With the cause, before the first update: the target batch would be another one in parts."""
-    make = partial(embedder, tmp_path, loss, labels=labels, max_steps=1)
+
+    class Own(losses.MultipleNegativesRankingLoss):
+        """May do anything in its forward()."""
+
+    def make():
+        trainer = embedder(tmp_path, "MultipleNegativesRankingLoss", max_steps=1)
+        return type(trainer)(
+            model=trainer.model, args=trainer.args, train_dataset=trainer.train_dataset, loss=Own(trainer.model)
+        )
+
     with pytest.raises(InexactSplit, match="depends on the others in its micro-batch") as raised:
         train(make, attached={})
     assert "SentenceTransformerTrainer: no way was found to split this loss exactly" in str(raised.value)

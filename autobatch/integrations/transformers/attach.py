@@ -57,8 +57,9 @@ def attach(
         InvalidArgument: The Trainer is not supported; the message says what to do instead. Or an argument is not valid.
         InexactSplit: Its loss is known to compare samples, and ``check="raise"``.
 
-    ``train()`` then raises what ``fit``, ``verify`` and ``Runner`` raise; ``InexactSplit`` for a loss that has none of
-    these readings, or that compares samples, such as a contrastive one.
+    On one rank the losses of sentence-transformers that compare samples, such as MultipleNegativesRankingLoss, run as a
+    ``WholeBatch``. ``train()`` then raises what ``fit``, ``verify`` and ``Runner`` raise; ``InexactSplit`` for a loss
+    that has none of these readings, or that compares samples in another way.
     """
     refuse_unknown("attach()", options, ["target_batch", "weigh", *names_of(IntegrationOptions)])
     if not isinstance(trainer, Trainer):

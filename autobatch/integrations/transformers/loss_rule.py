@@ -32,12 +32,16 @@ from autobatch.integrations.transformers.trainer_step import TrainerStep, modes_
 from autobatch.memory.oom import describe_error
 from autobatch.records import Verdict
 from autobatch.step.losses import Sum
-from autobatch.step.workload import Weigh, Workload
+from autobatch.step.whole_batch import WholeBatch
+from autobatch.step.workload import Step, Weigh, Workload
 
-Reading = Literal["divided by the whole batch's count", "mean over samples", "mean over weigh(batch)"]
+Reading = Literal[
+    "divided by the whole batch's count", "mean over samples", "mean over weigh(batch)", "loss over the whole batch"
+]
 DIVIDED: Reading = "divided by the whole batch's count"
 SAMPLES: Reading = "mean over samples"
 WEIGHED: Reading = "mean over weigh(batch)"
+WHOLE: Reading = "loss over the whole batch"
 
 _log = logging.getLogger("autobatch")
 
@@ -71,6 +75,16 @@ class LossRule:
         loss = self.step.loss_of(model, self.cut.inputs_of(micro_batch))
         # Shares add up to 1, so the Runner does not divide again what was divided by the whole batch's count.
         return Sum(loss * self.step.scale, self.count(micro_batch)) if self.reading == DIVIDED else loss
+
+    def as_step(self) -> Step:
+        """Return the step that runs this rule: in two parts if its loss is over the whole batch."""
+        whole, inputs_of = self.step.whole, self.cut.inputs_of
+        if whole is None:
+            return self.run
+        return WholeBatch(
+            lambda model, micro_batch: whole.represent(model, inputs_of(micro_batch)),
+            lambda embeddings, batch: whole.compare(embeddings, inputs_of(batch)),
+        )
 
     def count(self, micro_batch: Any) -> Any:
         """Return the weight of a micro-batch: its share of the samples of all ranks, its samples, or ``weigh``'s."""
@@ -204,8 +218,8 @@ def find_rule(
     """
     name, error = type(step.trainer).__name__, 0.0
     with modes_of_training(model):
-        reading = known.reading if known else WEIGHED
-        if not known and step.weigh is None:
+        reading = known.reading if known else WEIGHED if step.whole is None else WHOLE
+        if not known and step.weigh is None and step.whole is None:
             read, error = _read_in_training(step, cuts[0], model, inputs, samples)
             reading = read or (last.reading if last else SAMPLES)
         guess = LossRule(cuts[0], reading, step, is_guess=True)
@@ -228,7 +242,7 @@ def find_rule(
         verdict, rule = checked[-1] if checked else verdicts[0]
         if not verdict.unchecked:
             batch = rule.cut.batch_of(inputs, samples)
-            explained = verify(model, batch, rule.run, rule.weigh, device=device)
+            explained = verify(model, batch, rule.as_step(), rule.weigh, device=device)
             verdict = verdict if explained.exact or explained.unchecked else explained
     if verdict.unchecked:
         reason = f"{name}: it could not be checked whether this loss can be split: {verdict.unchecked}"
@@ -244,12 +258,12 @@ def _compare(
 ) -> list[tuple[Verdict, LossRule]]:
     """Return the verdicts on all rules up to the first that is exact, or to one if nothing can be compared."""
     other: tuple[Reading, ...] = (SAMPLES if guess.reading == DIVIDED else DIVIDED,)
-    readings = (guess.reading, *(() if guess.step.weigh else other))
+    readings = (guess.reading, *(() if guess.step.weigh or guess.step.whole else other))
     verdicts: list[tuple[Verdict, LossRule]] = []
     for reading, cut in itertools.product(readings, cuts):
         rule = replace(guess, cut=cut, reading=reading)
         batch = cut.batch_of(inputs, samples)
-        verdict = compare_with_parts(model, batch, rule.run, rule.weigh, device=device)
+        verdict = compare_with_parts(model, batch, rule.as_step(), rule.weigh, device=device)
         verdicts.append((verdict, rule))
         if verdict.exact or verdicts[0][0].unchecked:
             break

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autobatch.errors import InvalidArgument
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.transformers.logs import TABLES, StepMetrics, TrainerLogs
+from autobatch.integrations.transformers.whole_loss import find_whole_loss
 from autobatch.step.workload import Weigh
 from autobatch.undo.contents import Contents
 from autobatch.undo.undo import Undo
@@ -33,6 +34,7 @@ class TrainerStep:
         self.num_items: Any = None  # the Trainer's count of the whole batch, by which its loss may be divided
         self.samples, self.ranks = 1, trainer.args.world_size  # samples of this rank's batch
         self.metrics, self.logs = StepMetrics(trainer, "train"), TrainerLogs(trainer, weigh)
+        self.whole = find_whole_loss(trainer, self.loss_of)
 
     def loss_of(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         """Return the loss that the step would run its backward pass from; refuse a step with none or several."""

@@ -40,6 +40,7 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.result import StepResult
 from autobatch.runner import Runner
+from autobatch.step.whole_batch import WholeBatch
 from autobatch.undo.undo import Undo
 
 _log = logging.getLogger("autobatch")
@@ -120,9 +121,8 @@ class TrainingStep:
         self.runner = TrainerRunner(
             plan,
             model,
-            step=self._run,
             optimizer=trainer.optimizer,
-            weigh=self._count,
+            **self._choose_step(),
             device=options.device,
             scaler=trainer.accelerator.scaler,
             hooks=options.hooks,
@@ -141,14 +141,26 @@ class TrainingStep:
             model,
             arguments.per_device_train_batch_size * arguments.world_size,
             batch=rule.cut.batch_of(inputs, samples),
-            step=self._run,
             optimizer=self._trainer.optimizer,
-            weigh=self._count,
             device=self._options.device,
+            **self._choose_step(),
             **{**self._options.fit, "check": None},  # the rule was compared
         )
 
     # The Runner is bound once, and the rule may differ with the kind of batch.
+
+    def _choose_step(self) -> dict[str, Any]:
+        if self._step.whole is None:
+            return {"step": self._run, "weigh": self._count}
+        return {"step": WholeBatch(self._represent, self._compare)}
+
+    def _represent(self, model: nn.Module, micro_batch: Any) -> Any:
+        step = cast("WholeBatch", cast("LossRule", self.rule).as_step())
+        return step.represent(model, micro_batch)
+
+    def _compare(self, embeddings: Any, batch: Any) -> Any:
+        step = cast("WholeBatch", cast("LossRule", self.rule).as_step())
+        return step.loss(embeddings, batch)
 
     def _run(self, model: nn.Module, micro_batch: Any) -> Any:
         return cast("LossRule", self.rule).run(model, micro_batch)

@@ -1,0 +1,286 @@
+"""The loss of ``WholeBatch`` over the samples of several ranks is that of one process, in float64 to rounding."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from builders.plans import SMALL, make_rank_plans
+from builders.ranks import run_ranks, values_of
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import autobatch
+from autobatch.errors import DoesNotFit, InvalidArgument, RankFailed
+from autobatch.testing import oom_at
+
+SAMPLES, WIDTH = 12, 6
+
+
+class Pair(nn.Module):
+    """Two towers with dropout, a count that moves, and parameters of the loss."""
+
+    def __init__(self, dropout=0.3):
+        super().__init__()
+        torch.manual_seed(1)
+        self.image = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 5))
+        self.text = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 5))
+        self.scale, self.bias = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(-1.0))
+        self.double()
+
+
+def represent(model, batch):
+    images, texts = batch[0], batch[1]
+    return {
+        "image": F.normalize(model.image(images), dim=-1),
+        "text": F.normalize(model.text(texts), dim=-1),
+        "label": (images[:, 0] > 0),
+    }
+
+
+def make_step(model):
+    """CLIP's loss with labels: the bias counts pairs of one kind."""
+
+    def loss(rows, _):
+        scores = model.scale.exp() * rows["image"] @ rows["text"].T
+        scores = scores + model.bias * (rows["label"][:, None] == rows["label"])
+        labels = torch.arange(len(scores))
+        return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
+
+    return autobatch.WholeBatch(represent, loss)
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(7)
+    return tuple(torch.randn(SAMPLES, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+
+
+def part_of(shares, rank):
+    start = sum(shares[:rank])
+    return tuple(one[start : start + shares[rank]] for one in make_batch())
+
+
+def run_as_one(shares, sizes):
+    """The oracle: one graph over the micro-batches of all ranks, each rank's draws from its own seed."""
+    model = Pair()
+    rows = []
+    for rank, its_sizes in enumerate(sizes):
+        torch.manual_seed(100 + rank)
+        batch, start = part_of(shares, rank), 0
+        for size in its_sizes:
+            rows.append(represent(model, tuple(one[start : start + size] for one in batch)))
+            start += size
+    joined = {name: torch.cat([one[name] for one in rows]) for name in rows[0]}
+    loss = make_step(model).loss(joined, None)
+    loss.backward()
+    return loss.detach(), [one.grad for one in model.parameters()]
+
+
+def _apart(parameter, gradient):
+    return float((parameter.grad - gradient).norm() / gradient.norm())
+
+
+def bind(shares, size, step=make_step, optimizer=None):
+    inner = Pair()
+    model = DistributedDataParallel(inner)
+    fields = {**SMALL, "budget_bytes": 2**30}
+    plan = make_rank_plans(shares, size=size, **fields)[dist.get_rank()]
+    made = None if optimizer is None else torch.optim.SGD(inner.parameters(), lr=0.1)
+    return inner, autobatch.Runner(plan, model, step(inner), made)
+
+
+def accumulate(shares, size):
+    rank = dist.get_rank()
+    inner, runner = bind(shares, size)
+    torch.manual_seed(100 + rank)
+    result = runner.accumulate(part_of(shares, rank))
+    sizes = [None] * len(shares)
+    dist.all_gather_object(sizes, result.micro_batch_sizes)
+    loss, gradients = run_as_one(shares, sizes)
+    apart = [
+        float((one.grad - its).norm() / its.norm()) for one, its in zip(inner.parameters(), gradients, strict=True)
+    ]
+    return max(apart), float(abs(result.loss - loss)), sizes
+
+
+@pytest.mark.parametrize("size", [2, SAMPLES], ids=["in parts", "whole"])
+@pytest.mark.parametrize("shares", [(6, 6), (9, 3), (4, 4, 4), (1, 6, 5)], ids=str)
+def test_the_gradient_is_that_of_one_process(shares, size):
+    """With dropout on, for equal and unequal shares, with the parameters of the loss."""
+    for apart, missed, sizes in values_of(run_ranks(accumulate, shares, size, size=len(shares))):
+        assert apart < 1e-13
+        assert missed < 1e-13
+        assert max(map(max, sizes)) == min(size, max(shares))
+
+
+def accumulate_with_shortage(place, rank_that_fails):
+    """Memory ends on one rank: in the first pass, in the loss, or in the second pass."""
+    shares, rank = (6, 6), dist.get_rank()
+    inner, runner = bind(shares, 6)
+    runner.accumulate(part_of(shares, rank))
+    inner.zero_grad(set_to_none=True)
+    seen = []
+
+    def fail_once(step):
+        def run(name, function):
+            def call(*arguments):
+                seen.append(name)
+                if rank == rank_that_fails and seen == place:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+                return function(*arguments)
+
+            return call
+
+        return autobatch.WholeBatch(run("represent", step.represent), run("loss", step.loss))
+
+    inner, runner = bind(shares, 6, step=lambda model: fail_once(make_step(model)))
+    torch.manual_seed(100 + rank)
+    result = runner.accumulate(part_of(shares, rank))
+    sizes = [None] * len(shares)
+    dist.all_gather_object(sizes, result.micro_batch_sizes)
+    _, gradients = run_as_one(shares, sizes)
+    apart = [
+        float((one.grad - its).norm() / its.norm()) for one, its in zip(inner.parameters(), gradients, strict=True)
+    ]
+    return max(apart), result.retries, sizes, [one.retries for one in result.ranks]
+
+
+PLACES = {
+    "first pass": ["represent"],
+    "loss": ["represent", "loss"],
+    "second pass": ["represent", "loss", "represent"],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_that_ends_on_one_rank(place, rank):
+    """All run the step again, or that rank alone: the gradient is that of the micro-batches that ran in the end."""
+    answers = values_of(run_ranks(accumulate_with_shortage, PLACES[place], rank))
+    for index, (apart, retries, sizes, _) in enumerate(answers):
+        assert apart < 1e-13
+        assert sizes[rank] != (6,)
+        assert sizes[1 - rank] == (6,)
+        assert retries == int(index == rank)
+
+
+def raise_on_one_rank(place, error):
+    shares, rank = (6, 6), dist.get_rank()
+    seen = []
+
+    def failing(model):
+        step = make_step(model)
+
+        def run(name, function):
+            def call(*arguments):
+                seen.append(name)
+                if rank == 1 and seen[: len(place)] == place and (error is ZeroDivisionError or name == place[-1]):
+                    raise error("CUDA out of memory. Tried to allocate 1 GiB")
+                return function(*arguments)
+
+            return call
+
+        return autobatch.WholeBatch(run("represent", step.represent), run("loss", step.loss))
+
+    inner, runner = bind(shares, 6, step=failing)
+    before = [one.detach().clone() for one in inner.parameters()]
+    try:
+        runner.accumulate(part_of(shares, rank))
+    except (RankFailed, DoesNotFit, ZeroDivisionError) as raised:
+        found = type(raised).__name__
+    else:
+        found = ""
+    assert all(torch.equal(one, its) for one, its in zip(inner.parameters(), before, strict=True))
+    assert all(one.grad is None for one in inner.parameters())
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_on_one_rank_is_raised_on_all(place):
+    """The user's own there, RankFailed on the others; nothing has happened."""
+    assert values_of(run_ranks(raise_on_one_rank, PLACES[place], ZeroDivisionError)) == [
+        "RankFailed",
+        "ZeroDivisionError",
+    ]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_never_fits_ends_the_step_on_all(place):
+    """DoesNotFit there, RankFailed on the others."""
+    assert values_of(run_ranks(raise_on_one_rank, PLACES[place], torch.OutOfMemoryError)) == [
+        "RankFailed",
+        "DoesNotFit",
+    ]
+
+
+def step_through_faults(positions):
+    """Memory that ends at many operations of rank 1, a step each; every committed step is right."""
+    shares, rank, worst, retried = (6, 6), dist.get_rank(), 0.0, 0
+    for position in positions:
+        inner, runner = bind(shares, 3)
+        torch.manual_seed(100 + rank)
+        if rank == 1:
+            with oom_at(position):
+                result = runner.accumulate(part_of(shares, rank))
+        else:
+            result = runner.accumulate(part_of(shares, rank))
+        sizes = [None] * len(shares)
+        dist.all_gather_object(sizes, result.micro_batch_sizes)
+        _, gradients = run_as_one(shares, sizes)
+        pairs = zip(inner.parameters(), gradients, strict=True)
+        worst = max(worst, *(_apart(*pair) for pair in pairs))
+        retried += max(one.retries for one in result.ranks)
+    return worst, retried
+
+
+def test_memory_that_ends_at_operations_of_either_pass():
+    """A sample of all operations."""
+    for worst, retried in values_of(run_ranks(step_through_faults, range(5, 400, 25))):
+        assert worst < 1e-13
+        assert retried >= 8
+
+
+def fit_and_train(shares):
+    rank, inner = dist.get_rank(), Pair()
+    model, optimizer = DistributedDataParallel(inner), torch.optim.SGD(inner.parameters(), lr=0.1)
+    plan = autobatch.fit(
+        model,
+        sum(shares),
+        batch=part_of(shares, rank),
+        step=make_step(inner),
+        optimizer=optimizer,
+        max_micro_batch=2,
+        reuse=False,
+        progress=False,
+    )
+    runner = autobatch.Runner(plan, model, make_step(inner), optimizer)
+    losses = [float(runner.step(part_of(shares, rank)).loss) for _ in range(3)]
+    return losses, [one.detach().clone() for one in inner.parameters()]
+
+
+def test_fit_plans_for_the_loss_of_all_ranks():
+    """And the ranks stay together."""
+    (losses, weights), (others, its) = values_of(run_ranks(fit_and_train, (6, 6)))
+    assert losses == others
+    assert all(torch.equal(one, other) for one, other in zip(weights, its, strict=True))
+
+
+def refuse(kind):
+    def step(model):
+        made = make_step(model)
+        if kind == "batch":
+            return autobatch.WholeBatch(represent, lambda rows, batch: made.loss(rows, None) * len(batch[0]))
+        if kind == "draws":
+            return autobatch.WholeBatch(represent, lambda rows, batch: made.loss(rows, None) * (1 + torch.rand(())))
+        return made
+
+    shares = (6, 6)
+    _, runner = bind(shares, 3, step=step)
+    batch = part_of(shares, dist.get_rank())
+    with pytest.raises((InvalidArgument, RankFailed), match="WholeBatch"):
+        runner.accumulate(None if kind == "no samples" and dist.get_rank() else batch)
+
+
+@pytest.mark.parametrize("kind", ["batch", "draws", "no samples"])
+def test_what_cannot_be_the_same_on_all_ranks_is_refused(kind):
+    """A loss that reads its batch or draws, and a rank without samples."""
+    values_of(run_ranks(refuse, kind))
