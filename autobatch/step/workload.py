@@ -110,6 +110,10 @@ class Workload:
         except (NotImplementedError, RuntimeError, ValueError):  # asking first takes five times as long
             return sum(one.numel() for one in trained if not is_uninitialized(one))
 
+    def count_trained_parameters(self) -> int:
+        """Count the parameters that the optimizer moves."""
+        return sum([one.requires_grad for one in self.held_by_optimizer()])
+
     def held_by_optimizer(self) -> list[nn.Parameter]:
         """Return the parameters in the optimizer's groups."""
         groups = () if self.optimizer is None else self.optimizer.param_groups

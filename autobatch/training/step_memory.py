@@ -174,6 +174,7 @@ class _FreeMemory:
     is_counted: bool = True  # whether the device counts the running step
     _state_is_made: bool = False
     _has_warned: bool = False
+    _parameters: int = 0  # that the optimizer trained in the last uncounted step
 
     def __post_init__(self) -> None:
         """Find the most that trials held of the plan's size: larger ones held more activations."""
@@ -199,6 +200,10 @@ class _FreeMemory:
         ``to_be_freed`` is what sums of gradients in float32 take until then. The trials measured the update. If the
         optimizer trains more parameters now, it needs more in proportion.
         """
+        if not self.is_counted:  # to count what each parameter holds takes as long as all else here
+            parameters, self._parameters = self._parameters, self.workload.count_trained_parameters()
+            if self._has_warned or self._parameters == parameters:
+                return
         trained, planned = self.workload.count_trained(), self.plan.trained
         has_grown = 0 < planned < trained
         if has_grown and not self._has_warned:

@@ -12,12 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from workloads import cut
 
-from autobatch.batch.samples import describe, is_empty
+from autobatch.batch.samples import Layout, describe, is_empty
 from autobatch.batch.tree import fields_of, tensors_of
 from autobatch.errors import InvalidArgument
 from autobatch.planning.division import choose_rows
+from autobatch.training.batches import GivenBatches
 
 # A batch as a function of which of its samples are wanted, in which order.
 Build = Callable[[Sequence[int]], Any]
@@ -283,6 +285,46 @@ def test_a_batch_is_divided_as_an_earlier_one_was() -> None:
     earlier = describe({"x": torch.zeros(8), "pair": [torch.zeros(8), torch.zeros(8)]})
     later = describe({"x": torch.zeros(2), "pair": [torch.zeros(2), torch.zeros(2)]}, earlier.lists)
     assert [len(tensor) for tensor in later.take(range(1))["pair"]] == [1, 1]
+
+
+_ROWS, _FEW = torch.ones(4, 2), torch.ones(4)
+
+FORMS = (
+    (_ROWS, _FEW),
+    [_ROWS, _FEW],
+    (_ROWS[:3], _FEW[:3]),
+    (_ROWS, _FEW[:3]),
+    (_ROWS, _FEW, _FEW),
+    (_ROWS[:0], _FEW[:0]),
+    (nn.Parameter(_ROWS), _FEW),
+    {"x": _ROWS, "y": _FEW},
+    {"y": _FEW, "x": _ROWS},
+    {"x": _ROWS, "y": torch.tensor(2.0)},
+    {"x": _ROWS, "y": [1, 2, 3, 4]},
+    {"x": (_ROWS, _FEW)},
+    {"x": _ROWS.to_sparse(), "y": _FEW},
+    {1: _ROWS},
+    _ROWS,
+)
+
+
+@pytest.mark.parametrize("first", range(len(FORMS)))
+def test_a_batch_is_described_as_by_itself_after_any_other(first: int) -> None:
+    """Of the same form or another, with the same error where it has no samples to be counted."""
+
+    def tell(describe_one: Callable[[Any], Layout], batch: Any) -> Any:
+        try:
+            layout = describe_one(batch)
+        except InvalidArgument as error:
+            return str(error)
+        containers = [made and (id(made[0]), made[1]) for made in layout.containers]
+        return layout.count, [(leaf.path, leaf.kind, id(leaf.value)) for leaf in layout.leaves], containers
+
+    for batch in FORMS:
+        given = GivenBatches({})
+        tell(given.describe, FORMS[first])
+        lists = dict(given.lists)
+        assert tell(given.describe, batch) == tell(lambda one, known=lists: describe(one, known), batch)
 
 
 def test_a_tokenizers_encoding_stays_one() -> None:
