@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from planted_bugs import bug
@@ -41,13 +42,12 @@ def the_loss_of_a_failed_attempt_stays(real, self):
 
 
 @bug(
-    "autobatch.training.weights.StepLoss.divide",
-    f"{WEIGHTS}::test_the_gradient_and_the_loss_are_the_full_batchs",
+    "autobatch.training.whole_batch._is_same",
+    "tests/training/test_whole_batch.py::test_a_generator_of_the_step_s_own",
 )
-def the_reported_loss_is_the_last_ones(real, self, micro_batch, loss):
-    """The reported loss is that of the last micro-batch alone."""
-    self.value = None
-    return real(self, micro_batch, loss)
+def a_second_pass_may_draw_otherwise(real, one, other):
+    """The gradient of a contrastive loss is that of other representations than those it compared."""
+    return one.new_ones((), dtype=torch.bool)
 
 
 @bug(

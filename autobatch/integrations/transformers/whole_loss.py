@@ -15,7 +15,10 @@ from torch import nn
 from autobatch.integrations.attributes import replaced
 
 _COMPARING = frozenset(
-    ("MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "CoSENTLoss", "AnglELoss")
+    (
+        *("MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "CoSENTLoss", "AnglELoss"),
+        *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchHardSoftMarginTripletLoss", "BatchSemiHardTripletLoss"),
+    )
 )
 _CACHED = frozenset(("CachedMultipleNegativesRankingLoss", "CachedMultipleNegativesSymmetricRankingLoss"))
 _COMPARE = "compute_loss_from_embeddings"
