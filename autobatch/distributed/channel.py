@@ -33,9 +33,7 @@ from autobatch.undo.interrupts import deferred_interrupts
 _NUMBERS = 8  # of a row; more of them go with the message
 _ROW = struct.Struct(f"=16sQ{_NUMBERS}d")  # the message's hash and length, and the numbers
 _NO_HASH = bytes(16)  # of a rank whose row did not come
-# More ranks pass on rows in rounds. Each round wakes this thread, gloo's own threads wait for all ranks at once: with
-# 2 ranks on 2 busy cores that took 0.5 instead of 4 ms.
-_MOST_DIRECT = 16
+_MOST_DIRECT = 16  # ranks that send rows at once: 2 ranks took 0.5 ms, and 4 ms in rounds, on two busy cores
 _UNKNOWN_TIMEOUT = timedelta(minutes=30)  # torch's default_pg_timeout, if a group's own cannot be read
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
