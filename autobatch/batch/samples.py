@@ -196,6 +196,8 @@ class Outline(NamedTuple):
         batch, paths = layout.batch, [leaf.path for leaf in layout.leaves]
         if type(batch) not in (tuple, list, dict) or not batch or len(batch) != len(paths):
             return None
+        if any(leaf.kind != "rows" for leaf in layout.leaves):  # a list of one sample has one leaf, too: itself
+            return None
         outline = cls(type(batch), [*batch] if type(batch) is dict else (), paths, layout.lists)
         return outline if outline.describe(batch) else None
 
@@ -204,11 +206,10 @@ class Outline(NamedTuple):
         if type(batch) is not self.kind or len(batch) != len(self.paths) or (self.keys and [*batch] != self.keys):
             return None
         values: Sequence[Any] = [*batch.values()] if self.keys else batch
-        counts = {
-            value.shape[0] if type(value) is torch.Tensor and value.layout is torch.strided and value.ndim else 0
-            for value in values
-        }
-        if len(counts) > 1 or 0 in counts or any(value.is_nested for value in values):
+        if any(type(value) is not torch.Tensor or value.is_nested for value in values):
+            return None
+        counts = {value.shape[0] if value.layout is torch.strided and value.ndim else 0 for value in values}
+        if len(counts) > 1 or 0 in counts:
             return None
         leaves = [Leaf(path, value, "rows") for path, value in zip(self.paths, values, strict=True)]
         return Layout(batch, counts.pop(), self.lists, leaves)
