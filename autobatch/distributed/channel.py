@@ -171,7 +171,7 @@ class Channel:
                 if one is not None:
                     attempt(one.wait)
         rows = [*_ROW.iter_unpack(self._rows)]
-        if any(one[0] == _NO_HASH for one in rows):
+        if failures or any(one[0] == _NO_HASH for one in rows):  # a rank that comes too late has all rows
             raise failures[0] if failures else RuntimeError("the row of a rank did not come")
         return [rows[(rank - self.rank) % self.size] for rank in range(self.size)]
 
