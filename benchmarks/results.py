@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import chain
+import contrastive
 import lengths
 import options
 import peers
@@ -48,6 +49,7 @@ _PARTS: tuple[Callable[[], Table], ...] = (
     chain.measure,
     runner.measure_peaks,
     recomputed.measure,
+    contrastive.measure,
     search.measure,
     waiting.measure,
     lengths.measure,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +66,8 @@ def divide(group: Group, largest: int, smallest: int = 1) -> list[MicroBatch]:
         sizes = divide_by_length(lengths.values, lengths.sizes, largest, smallest)
     parts = []
     is_whole = lengths is None and len(sizes) > 1 and rows == range(batch.count)
-    all_views = batch.split(sizes) if is_whole else repeat(None)
-    for size, stop, views in zip(sizes, accumulate(sizes), all_views, strict=False):
+    all_views = batch.split(sizes) if is_whole else [None] * len(sizes)
+    for size, stop, views in zip(sizes, accumulate(sizes), all_views, strict=True):
         start, trim, scale = stop - size, None, size
         if lengths is not None:
             trim, scale = lengths.trims[start], scale_of(size, lengths.values[start], lengths.sizes)
@@ -116,9 +116,9 @@ class _Joined(Layout):
         super().__init__(batches[0].batch, sum(batch.count for batch in batches), batches[0].lists)
         self._batches = batches
 
-    def split(self, sizes: Sequence[int]) -> Iterable[Sequence[Any] | None]:
+    def split(self, sizes: Sequence[int]) -> Sequence[Sequence[Any] | None]:
         """Split nothing: a part of several batches is no view."""
-        return repeat(None)
+        return [None] * len(sizes)
 
     def select(self, rows: Rows, trim: Trim | None = None) -> list[Any]:
         found, begin = [], 0

@@ -7,7 +7,6 @@ is a ``Layout``: the batch, its leaves and its number of samples, of which any r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -70,20 +69,20 @@ class Layout:
             return [leaf.value for leaf in self.leaves]
         return [_select(leaf, rows, trim) for leaf in self.leaves]
 
-    def split(self, sizes: Sequence[int]) -> Iterable[Sequence[Any] | None]:
+    def split(self, sizes: Sequence[int]) -> Sequence[Sequence[Any] | None]:
         """List the leaves of parts of these sizes that make up the batch; ``None`` for each unless all are views.
 
         One call splits a tensor in a third of the time that one call for each part takes.
         """
-        columns: list[Iterable[Any]] = []
+        columns: list[Sequence[Any]] = []
         for _, value, kind in self.leaves:
             if kind == "rows" and type(value) is torch.Tensor:
                 columns.append(value.detach().split(sizes))
             elif kind == "shared":
-                columns.append(repeat(value))
+                columns.append([value] * len(sizes))
             else:
-                return repeat(None)
-        return zip(*columns, strict=False)
+                return [None] * len(sizes)
+        return [*zip(*columns, strict=True)]
 
     def rebuild(self, values: Iterable[Any]) -> Any:
         built: list[Any] = []
@@ -196,6 +195,8 @@ class Outline(NamedTuple):
         batch, paths = layout.batch, [leaf.path for leaf in layout.leaves]
         if type(batch) not in (tuple, list, dict) or not batch or len(batch) != len(paths):
             return None
+        if any(leaf.kind != "rows" for leaf in layout.leaves):  # a list of one sample has one leaf, too: itself
+            return None
         outline = cls(type(batch), [*batch] if type(batch) is dict else (), paths, layout.lists)
         return outline if outline.describe(batch) else None
 
@@ -204,11 +205,10 @@ class Outline(NamedTuple):
         if type(batch) is not self.kind or len(batch) != len(self.paths) or (self.keys and [*batch] != self.keys):
             return None
         values: Sequence[Any] = [*batch.values()] if self.keys else batch
-        counts = {
-            value.shape[0] if type(value) is torch.Tensor and value.layout is torch.strided and value.ndim else 0
-            for value in values
-        }
-        if len(counts) > 1 or 0 in counts or any(value.is_nested for value in values):
+        if any(type(value) is not torch.Tensor or value.is_nested for value in values):
+            return None
+        counts = {value.shape[0] if value.layout is torch.strided and value.ndim else 0 for value in values}
+        if len(counts) > 1 or 0 in counts:
             return None
         leaves = [Leaf(path, value, "rows") for path, value in zip(self.paths, values, strict=True)]
         return Layout(batch, counts.pop(), self.lists, leaves)

@@ -201,7 +201,8 @@ class Channel:
             for one in (work, attempt(self._group.send, [sent], receiver, 0)):
                 if one is not None:
                     attempt(one.wait)
-        if any(one[0] == _NO_HASH for one in _ROW.iter_unpack(self._rows)):
+        rows = [*_ROW.iter_unpack(self._rows)]
+        if failures or any(one[0] == _NO_HASH for one in rows):  # a rank that comes too late has all rows
             raise failures[0] if failures else RuntimeError("the row of a rank did not come")
         first = (self.size - self.rank) * _ROW.size  # the row of rank 0
         return bytes(self._rows[first:] + self._rows[:first])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -102,6 +103,25 @@ def test_a_rank_that_ends_between_two_rounds_is_named_by_all(size, how, sends):
             f"rank 2 of {size} did not answer" if how == "stopped" else f"rank 2 of {size} is gone"
         )
     assert any(first for first, _ in outcomes)
+
+
+def come_late():
+    """The outcome of an exchange in which one rank sends its row when the other one has given up."""
+    wait_at_most(2)
+    channel = Channel(None)
+    channels._MOST_DIRECT = 0
+    if dist.get_rank() == 1:
+        channel._group = Ending(channel._group, 0, lambda: time.sleep(5))
+    try:
+        channel.exchange("here", [1])
+    except RankLost:
+        return "lost"
+    return "went on"
+
+
+def test_a_rank_that_comes_too_late_does_not_go_on_alone():
+    """It has the rows of all, but the others have given up: it raises as they do."""
+    assert values_of(run_ranks(come_late, size=2, limit_seconds=60)) == ["lost", "lost"]
 
 
 def fail_in_turn(most_direct):

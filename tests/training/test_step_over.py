@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from builders.plans import SMALL, make_rank_plans
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling import sample
@@ -191,3 +192,33 @@ def test_a_write_into_joined_samples_reaches_no_batch():
     for _ in range(4):
         assert runner.step_over(batches).micro_batch_sizes == (4, 4)
     assert not [1 for one, other in zip(batches, before, strict=True) if not all(map(torch.equal, one, other))]
+
+
+def sequence_step(model, sequences):
+    return torch.stack([model(one).sum().square() for one in sequences]).mean()
+
+
+def test_lists_of_one_sample_are_read_as_the_lists_before():
+    """A batch with one sample in a list is one sample, also if the batch before had one, too."""
+    model = nn.Linear(4, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sequences = [torch.arange(4.0 * n, dtype=torch.float64).view(-1, 4).cos() for n in (3, 5, 2)]
+    plan = make_rank_plans((4,), 1, **SMALL)[0]
+    runner = autobatch.Runner(plan, model, sequence_step, optimizer, device=FakeDevice(lambda n: 10 + n, 1000))
+    runner.accumulate(sequences)
+    for one in sequences:
+        optimizer.zero_grad()
+        assert runner.accumulate([one]).micro_batch_sizes == (1,)
+        [expected] = torch.autograd.grad(sequence_step(model, [one]), [model.weight])
+        torch.testing.assert_close(model.weight.grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_batch_after_a_plain_one_is_refused():
+    """In autobatch's words, as it would be in the first step."""
+    model = nn.Linear(4, 1)
+    plan = make_rank_plans((4,), 2, **SMALL)[0]
+    runner = autobatch.Runner(plan, model, lambda m, b: m(b["x"]).mean(), None, device=FakeDevice(lambda n: n, 1000))
+    runner.accumulate({"x": torch.ones(4, 4)})
+    with pytest.raises(InvalidArgument, match="nested"):
+        runner.accumulate({"x": torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])})
