@@ -64,4 +64,6 @@ class SharedRows:
     def _exchange(self, mine: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor | None]:
         size = mine.element_size() * prod(mine.shape[1:])
         received = self._channel.gather_bytes(mine.reshape(-1).view(torch.uint8), [count * size for count in counts])
-        return [part.view(mine.dtype).reshape(-1, *mine.shape[1:]) for part in received]
+        return [
+            part.view(mine.dtype).reshape(count, *mine.shape[1:]) for part, count in zip(received, counts, strict=True)
+        ]

@@ -15,6 +15,7 @@ from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.fitting.make_plan import Request
 from autobatch.fitting.options import read_strategies
 from autobatch.fitting.trials import Trials
+from autobatch.memory.oom import describe_error
 from autobatch.records import Checkpointing, LeftOut, Strategy, Trial
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload
@@ -64,7 +65,11 @@ def choose_blocks(request: Request, trials: Trials, size: int) -> Checkpointing:
         raise DoesNotFit(f"{plain}; strategies= found no blocks in ModuleLists or Sequentials to recompute")
     request.announce("measuring what blocks of the model keep")
     measured = BlockMeasurement(request.workload, request.memory, blocks)
-    shortage = trials.probe.examine(measured.run, size)
+    try:
+        shortage = trials.probe.examine(measured.run, size)
+    except Exception as error:
+        reason = f"the step fails where its graph is cut at each block ({describe_error(error)})"
+        raise DoesNotFit(f"{plain}; strategies= does not help: {reason}") from error
     if shortage is not None:
         raise DoesNotFit(f"{plain}; strategies= does not help: a single block or the rest does not fit ({shortage})")
     useful = useful_blocks(measured.runs)

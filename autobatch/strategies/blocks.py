@@ -4,7 +4,7 @@
 2. While the step runs, each block runs twice from the same inputs and generators: plainly, and recomputed. This
    needs no more memory than one block, so it works where the whole step does not fit.
 3. The plain run says what the block keeps and computes, the other one what recomputing it takes at once.
-4. A block whose two runs differ, in a gradient or in what the module holds, is left out, with the reason.
+4. A block whose two runs differ, in a gradient or in what the model holds, is left out, with the reason.
 
 The step's own graph is cut at each block, so that its backward pass runs the part after the last block alone.
 """
@@ -43,6 +43,7 @@ _ROUNDING = 16  # in units of the dtype's rounding, for operators that add up in
 def find_blocks(model: nn.Module) -> list[str]:
     """Return the names of the blocks, in the order of the model's modules; none is inside another."""
     found: list[str] = []
+    seen = set[nn.Module]()
 
     def look(name: str, module: nn.Module, *, is_entry: bool) -> bool:
         """Add the blocks at or below a module; return whether there are any."""
@@ -53,13 +54,14 @@ def find_blocks(model: nn.Module) -> list[str]:
         ]
         if any(below):
             return True
-        if is_entry and next(module.children(), None) is not None:
+        is_block = is_entry and next(module.children(), None) is not None
+        if is_block and module not in seen:
             found.append(name)
-            return True
-        return False
+            seen.add(module)  # a shared one has its first name
+        return is_block
 
     look("", model, is_entry=False)
-    return list(dict.fromkeys(found))
+    return found
 
 
 @dataclass
@@ -126,6 +128,8 @@ class BlockMeasurement:
             if is_oom(error):
                 raise
             reason = describe_error(error)
+        if call.has_changed_containers:
+            reason = "it writes into a list or dict that it is called with"
         if reason:
             self.left_out.setdefault(name, reason)
             return forward(*args, **kwargs)
@@ -157,7 +161,7 @@ class BlockMeasurement:
         torch.autograd.backward(outputs, directions)
         plain = [_copy(one.grad) for one in (*inputs, *parameters)]
         del inputs, outputs, returned
-        state, ended = ModuleState([block]), RandomState(device.torch_device)
+        state, ended = ModuleState([self.workload.model]), RandomState(device.torch_device)
         generators.restore()
         device.synchronize()
         device.reset_peak()
@@ -177,7 +181,7 @@ class BlockMeasurement:
         elif pickle.dumps((generators.python, generators.numpy)) != pickle.dumps((ended.python, ended.numpy)):
             self.left_out[name] = "it draws from Python's or NumPy's generator, which no recomputation restores"
         elif state.find_written() or state.find_changed():
-            self.left_out[name] = "its forward pass changes what the module holds, and would do so twice"
+            self.left_out[name] = "its forward pass changes what the model holds, and would do so twice"
         elif versions != call.versions():
             self.left_out[name] = "it writes into its input"
         fed = [self._find(one) for one in call.tensors]
@@ -218,6 +222,7 @@ class _Call:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._leaves, self._nest = tree_flatten((args, kwargs))
         self.tensors = [one for one in self._leaves if isinstance(one, torch.Tensor)]
+        self.has_changed_containers = False
         self.opaque = [one for one in self._leaves if not isinstance(one, (torch.Tensor, *_PLAIN))]
 
     def versions(self) -> list[int]:
@@ -228,6 +233,9 @@ class _Call:
         own = [_detach(one) if isinstance(one, torch.Tensor) else one for one in self._leaves]
         args, kwargs = tree_unflatten(own, self._nest)
         returned = forward(*args, **kwargs)
+        leaves, nest = tree_flatten((args, kwargs))
+        if nest != self._nest or any(one is not other for one, other in zip(leaves, own, strict=True)):
+            self.has_changed_containers = True
         return _trained(own), _trained(tree_flatten(returned)[0]), returned
 
 

@@ -17,6 +17,7 @@ from autobatch._formatting import plural
 from autobatch._user_errors import contextmanager
 from autobatch.errors import InvalidArgument
 from autobatch.records import Checkpointing
+from autobatch.step.model_info import is_compiled
 from autobatch.step.whole_batch import WholeBatch
 from autobatch.step.workload import Workload
 
@@ -24,8 +25,15 @@ Forward = Callable[..., Any]
 
 
 def checkpointed(workload: Workload, chosen: Checkpointing | None) -> Workload:
-    """Return the workload whose step recomputes the chosen blocks; raise InvalidArgument if the model lacks one."""
-    return workload if chosen is None else recompute(workload, chosen.blocks)
+    """Return the workload whose step recomputes the chosen blocks; raise InvalidArgument if that cannot be done."""
+    if chosen is None:
+        return workload
+    if is_compiled(workload.model, workload.step):
+        raise InvalidArgument(
+            f"the plan recomputes {plural(len(chosen.blocks), 'block')}, which is not supported with torch.compile: "
+            f"pass the model that is not compiled, or run fit() without strategies="
+        )
+    return recompute(workload, chosen.blocks)
 
 
 def recompute(workload: Workload, blocks: Sequence[str]) -> Workload:

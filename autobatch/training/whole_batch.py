@@ -17,6 +17,7 @@ Invariants, asserted by the tests:
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -279,7 +280,7 @@ def _refuse_draws(before: RandomState, after: RandomState) -> None:
     """Refuse a loss that draws, on several ranks: each would run another loss."""
     pairs = [(before.cpu, after.cpu), (before.of_device, after.of_device)]
     same = all(torch.equal(one, other) for one, other in pairs if one is not None and other is not None)
-    if not same or before.python != after.python:
+    if not same or pickle.dumps((before.python, before.numpy)) != pickle.dumps((after.python, after.numpy)):
         raise InvalidArgument(
             "the loss of WholeBatch drew random numbers, which differ between the ranks: draw in represent()"
         )

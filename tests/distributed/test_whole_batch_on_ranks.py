@@ -1,5 +1,6 @@
 """The loss of ``WholeBatch`` over the samples of several ranks is that of one process, in float64 to rounding."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -144,6 +145,24 @@ def accumulate_with_shortage(place, rank_that_fails):
     return max(apart), result.retries, sizes, [one.retries for one in result.ranks]
 
 
+def accumulate_without_columns():
+    def step(model):
+        made = make_step(model)
+        return autobatch.WholeBatch(
+            lambda model, batch: {**represent(model, batch), "none": batch[0][:, :0]}, made.loss
+        )
+
+    shares, rank = (9, 3), dist.get_rank()
+    _, runner = bind(shares, 2, step=step)
+    return float(runner.accumulate(part_of(shares, rank)).loss)
+
+
+def test_representations_without_columns_are_gathered():
+    """Such as optional features of which there are none."""
+    one, other = values_of(run_ranks(accumulate_without_columns))
+    assert one == other
+
+
 PLACES = {
     "first pass": ["represent"],
     "loss": ["represent", "loss"],
@@ -269,6 +288,8 @@ def refuse(kind):
         made = make_step(model)
         if kind == "batch":
             return autobatch.WholeBatch(represent, lambda rows, batch: made.loss(rows, None) * len(batch[0]))
+        if kind == "NumPy draws":
+            return autobatch.WholeBatch(represent, lambda rows, batch: made.loss(rows, None) * (1 + np.random.rand()))
         if kind == "draws":
             return autobatch.WholeBatch(represent, lambda rows, batch: made.loss(rows, None) * (1 + torch.rand(())))
         return made
@@ -280,7 +301,7 @@ def refuse(kind):
         runner.accumulate(None if kind == "no samples" and dist.get_rank() else batch)
 
 
-@pytest.mark.parametrize("kind", ["batch", "draws", "no samples"])
+@pytest.mark.parametrize("kind", ["batch", "draws", "NumPy draws", "no samples"])
 def test_what_cannot_be_the_same_on_all_ranks_is_refused(kind):
     """A loss that reads its batch or draws, and a rank without samples."""
     values_of(run_ranks(refuse, kind))

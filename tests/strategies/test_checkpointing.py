@@ -9,6 +9,7 @@ import pytest
 import torch
 from text_blocks import LAYERS, WIDTH, make_model, make_texts, need_of, step
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autobatch
 from autobatch.memory.cpu import CpuDevice
@@ -107,8 +108,10 @@ class Odd(nn.Module):
         super().__init__()
         self.kind, self.calls, self.inner, self.norm = kind, 0, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
         self.generator = torch.Generator().manual_seed(1)
+        self.count_elsewhere = lambda: None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.count_elsewhere()
         changed = self.inner(hidden)
         if self.kind == "BatchNorm":
             return self.norm(changed.transpose(1, 2)).transpose(1, 2)
@@ -142,6 +145,88 @@ def test_a_block_that_cannot_be_recomputed_is_found_and_left_out(kind: str):
         measured.run(make_texts(2))
     assert [*measured.left_out] == ["blocks.2"]
     assert [run.block for run in measured.runs] == [f"blocks.{i}" for i in range(LAYERS + 1) if i != 2]
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_a_block_that_changes_another_module_is_left_out(kind: str):
+    """A count of the model's own would count twice."""
+    model = make_model()
+    model.count = 0
+    model.register_buffer("counted", torch.zeros(()))
+
+    def count():
+        if kind == "buffer":
+            model.counted += 1
+        else:
+            model.count += 1
+
+    model.blocks.insert(2, Odd("plain"))
+    model.blocks[2].count_elsewhere = count
+    measured = BlockMeasurement(Workload(model, step), CpuDevice(), find_blocks(model))
+    with CpuDevice().limit(2**40):
+        measured.run(make_texts(2))
+    assert [*measured.left_out] == ["blocks.2"]
+
+
+class Noting(nn.Module):
+    """A block that writes into a dict or a list which it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, hidden: torch.Tensor, notes: dict | list) -> torch.Tensor:
+        changed = self.inner(hidden)
+        if isinstance(notes, dict):
+            notes["size"] = changed.square().mean()
+        else:
+            notes.append(changed.square().mean())
+        return hidden + changed
+
+
+@pytest.mark.parametrize("make_notes", [dict, list])
+def test_a_block_that_writes_into_its_arguments_is_left_out(make_notes):
+    """The step finds what the block wrote, and the block runs plainly."""
+    model = make_model()
+    model.noting = nn.ModuleList([Noting()])
+
+    def noting_step(model, texts):
+        notes = make_notes()
+        size = model.noting[0](model.embed(texts), notes).square().mean()
+        return step(model, texts) + size + (notes["size"] if make_notes is dict else notes[0])
+
+    measured = BlockMeasurement(Workload(model, noting_step), CpuDevice(), find_blocks(model))
+    with CpuDevice().limit(2**40):
+        measured.run(make_texts(2))
+    assert [*measured.left_out] == ["noting.0"]
+
+
+def test_a_step_that_fails_where_its_graph_is_cut_is_refused_in_words():
+    """Such as a penalty on a gradient through the blocks; the user's step has no fault."""
+    model = make_model()
+
+    def penalized_step(model, texts):
+        loss = step(model, texts)
+        (gradient,) = torch.autograd.grad(loss, model.embed.weight, create_graph=True)
+        return loss + gradient.square().sum()
+
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(autobatch.DoesNotFit, match=r"strategies=.*cut at each block"):
+        fit(model, 0.7, step=penalized_step)
+
+
+def test_a_block_that_two_lists_share_is_found_once():
+    """By its first name, which a plan can name."""
+    model = make_model()
+    model.again = nn.ModuleList(model.blocks[:2])
+    assert find_blocks(model) == [f"blocks.{i}" for i in range(LAYERS)]
+
+
+def test_a_compiled_model_is_refused_by_the_runner_of_such_a_plan():
+    """As by fit."""
+    model = make_model()
+    plan = fit(model, 0.6)
+    with pytest.raises(autobatch.InvalidArgument, match="compile"):
+        autobatch.Runner(plan, torch.compile(model, backend="eager"), step, None)
 
 
 def test_a_plan_names_the_blocks_that_were_left_out():
