@@ -6,6 +6,7 @@ exact divisor of the share.
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from autobatch._arguments import check_count, check_path
-from autobatch._formatting import format_bytes, show_value
+from autobatch._formatting import format_bytes, plural, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.planning.division import divide_evenly
 from autobatch.planning.plan_record import PlanRecord
@@ -25,6 +26,8 @@ from autobatch.report.text import explain_plan, summarise_plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_log = logging.getLogger("autobatch")
 
 # Names of the target batch, the micro-batch size and the accumulation steps in each framework; None if the framework
 # computes that from the others.
@@ -114,6 +117,11 @@ class Plan(PlanRecord):
             raise InvalidArgument(
                 f"settings({show_value(framework)}): the ranks have different shares, {list(self.shares)}, and each "
                 f"rank of such a framework runs the same number of samples; plan with share='equal'"
+            )
+        if self.checkpointing is not None:
+            _log.warning(
+                "the plan recomputes %s, and without that its size does not fit: checkpoint them in %s, too (%s)",
+                *(plural(len(self.checkpointing.blocks), "block"), framework, ", ".join(self.checkpointing.blocks)),
             )
         share, smallest = self.target_batch // self.world_size, self.smallest_micro_batch
         size, steps = divide_evenly(share, self.micro_batch_size)

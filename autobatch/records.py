@@ -201,7 +201,7 @@ class Checkpointing(Record):
         left_out: Blocks that cannot be recomputed, with the reasons.
     """
 
-    blocks: Annotated[tuple[Text, ...], LISTED]
+    blocks: Annotated[tuple[Text, ...], LISTED, Field(min_length=1)]
     candidates: Count
     micro_batch_size: Samples
     plain_bytes: Bytes

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from autobatch._formatting import plural
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.fitting.make_plan import Request
@@ -46,6 +48,11 @@ def allow_strategies(given: Any, workload: Workload, *, are_sharded: bool) -> tu
         raise InvalidArgument(
             "strategies= is not supported with torch.compile, whose graph is fixed before blocks are chosen: pass the "
             "model that is not compiled, or leave strategies= out"
+        )
+    if strategies and isinstance(workload.model, nn.DataParallel):
+        raise InvalidArgument(
+            "strategies= is not supported with DataParallel, whose copies would recompute the blocks of the first "
+            "card: use DistributedDataParallel, or leave strategies= out"
         )
     return strategies
 

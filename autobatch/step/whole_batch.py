@@ -107,4 +107,6 @@ def read_rows(returned: Any, samples: int) -> tuple[list[torch.Tensor | None], T
                 f"represent() returned a tensor of shape {tuple(one.shape)} for {samples} samples: each needs a row a "
                 f"sample; return two views as two tensors, and read values such as a scale in the loss"
             )
+    if not any(isinstance(one, torch.Tensor) for one in found):
+        raise InvalidArgument(f"represent() returned no tensor ({name_type(returned)}): return one with a row a sample")
     return found, nest

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from autobatch._formatting import plural
@@ -67,8 +69,18 @@ class CheckpointedStep:
     step: Callable[[nn.Module, Any], Any]
     blocks: tuple[nn.Module, ...]
 
+    @cached_property
+    def _norms(self) -> list[_BatchNorm]:
+        modules = [module for block in self.blocks for module in block.modules()]
+        return [one for one in modules if isinstance(one, _BatchNorm) and one.track_running_stats]
+
     def __call__(self, model: nn.Module, samples: Any) -> Any:
-        """Return what the step returns."""
+        """Return what the step returns; raise InvalidArgument for statistics that a recomputation would move again."""
+        if any(one.training for one in self._norms):
+            raise InvalidArgument(
+                "a BatchNorm is in train mode in a block that is recomputed, so its statistics would move twice: set "
+                "it to eval mode, as it was in fit(), or run fit() again"
+            )
         with replaced_forward(self.blocks, lambda _, forward: recomputing(forward)):
             return self.step(model, samples)
 

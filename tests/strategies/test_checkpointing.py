@@ -284,6 +284,33 @@ def test_a_compiled_model_is_refused():
         autobatch.fit(torch.compile(make_model(), backend="eager"), 4, batch=make_texts(), step=step, strategies="auto")
 
 
+def test_statistics_that_only_move_after_fit_are_refused():
+    """Where a block's BatchNorm was in eval mode in ``fit`` and is in train mode in a step."""
+    model = make_model()
+    for block in model.blocks:
+        block.norm = nn.BatchNorm1d(WIDTH).eval()
+    blocks = [f"blocks.{i}" for i in range(LAYERS)]
+    recomputed = recompute(Workload(model, step), blocks).step
+    recomputed(model, make_texts())
+    model.blocks[1].norm.train()
+    with pytest.raises(autobatch.InvalidArgument, match="BatchNorm"):
+        recomputed(model, make_texts())
+
+
+def test_copies_of_data_parallel_are_refused():
+    """They would recompute the blocks of the first card."""
+    with pytest.raises(autobatch.InvalidArgument, match="DataParallel"):
+        fit(nn.DataParallel(make_model()), 0.6)
+
+
+def test_settings_of_other_frameworks_name_the_recomputed_blocks(caplog):
+    """Without them the size does not fit there."""
+    plan = fit(make_model(), 0.6)
+    caplog.clear()
+    plan.settings("huggingface")
+    assert plan.checkpointing.blocks[0] in caplog.text
+
+
 def test_a_plan_of_another_model_s_blocks_is_refused():
     """The Runner cannot recompute a block that is not there."""
     model = make_model()

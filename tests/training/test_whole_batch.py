@@ -440,11 +440,13 @@ REFUSED = {
     "rows of another width each": lambda model, batch: F.pad(model.image(batch[0]), (0, int(batch[0][0, 0] > 0))),
     "other keys each": lambda model, batch: {str(bool(batch[0][0, 0] > 0)): model.image(batch[0])},
     "a list": lambda model, batch: model.image(batch[0]).tolist(),
+    "nothing": lambda model, batch: None,
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [*((kind, 4) for kind in REFUSED), *((kind, SAMPLES) for kind in [*REFUSED][:2]), ("a list", 12)]
+    ("kind", "size"),
+    [*((kind, 4) for kind in REFUSED), *((kind, SAMPLES) for kind in [*REFUSED][:2]), ("a list", 12), ("nothing", 12)],
 )
 def test_representations_without_a_row_a_sample_are_refused(kind, size):
     """Also of a batch that runs whole; nothing has happened then."""
