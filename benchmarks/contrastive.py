@@ -76,7 +76,7 @@ def bind(model: nn.Module, batch: Batch, step: Any, size: int) -> Accumulate:
     options = {"max_micro_batch": size, "check": None, "reuse": False, "progress": False}
     with undisturbed():
         plan = autobatch.fit(model, _SAMPLES, batch=batch, step=step, **options)
-    runner = autobatch.Runner(plan, model, step, None)
+    runner = autobatch.Runner(plan, model, step=step, optimizer=None)
     return lambda: _run_fresh(model, lambda: runner.accumulate(batch))
 
 
