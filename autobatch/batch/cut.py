@@ -117,7 +117,7 @@ class _Joined(Layout):
         self._batches = batches
 
     def split(self, sizes: Sequence[int]) -> Sequence[Sequence[Any] | None]:
-        """Split nothing: a part of several batches is no view."""
+        """Return no views: parts of several batches are copied."""
         return [None] * len(sizes)
 
     def select(self, rows: Rows, trim: Trim | None = None) -> list[Any]:

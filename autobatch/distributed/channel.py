@@ -171,8 +171,8 @@ class Channel:
     def _send_to_all(self, content: bytes) -> bytes:
         """Send as many bytes as the other ranks do to each of them; return those of all ranks, by rank.
 
-        gloo's gather goes round in a ring: it took 1.4 to 2 times as long on 2 to 4 ranks, and only the neighbours of
-        a lost rank notice it.
+        gloo's gather goes round in a ring. It took 1.4 to 2 times as long on 2 to 4 ranks. Only the neighbours of a
+        lost rank notice it.
         """
         memory = bytearray(content * self.size), bytearray(len(content) * self.size)
         with torch.inference_mode(mode=False):  # an inference tensor could not be written in another mode

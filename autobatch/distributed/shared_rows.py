@@ -1,11 +1,11 @@
 """Gathers representations over the ranks for a loss of all rows, and lets all ranks run such a step again, or none.
 
-1. ``gather``: each rank sends its rows, through host memory, in which the device's budget cannot end.
+1. ``gather``: each rank sends its rows, through host memory.
 2. Each rank runs the loss of all rows, and its own second pass.
 3. ``confirm``: if one rank ran out of memory in 2, all run the step again: smaller micro-batches draw other numbers, so
    that rank's rows change.
 
-A rank that runs out of memory before 1 runs again alone. One that raises sends its error where the others wait.
+A rank that runs out of memory before 1 runs again alone. A rank that raises sends its error to the ranks that wait.
 """
 
 from __future__ import annotations

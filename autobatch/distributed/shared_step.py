@@ -4,8 +4,8 @@
 2. ``agree``: exchange what the samples count, and what must be equal. From here on the other ranks wait for this one.
 3. ``sum``: sum the gradients, times this rank's factor, and send the buffers of rank 0, which ``settle`` takes.
 
-A rank that fails before ``agree`` sends its error there, so all restore the step. One that fails afterwards sends it at
-its next call: the others have made the update.
+A rank that fails before ``agree`` sends its error there, so all restore the step. A rank that fails afterwards sends
+its error at its next call: the others have made the update.
 """
 
 from __future__ import annotations

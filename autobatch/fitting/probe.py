@@ -320,7 +320,7 @@ class Probe:
         return accumulated
 
     def _note_passes(self, user: WholeBatch, *, is_split: bool) -> WholeBatch:
-        """The same step, which notes what runs now; a batch that runs whole has one backward pass."""
+        """Return the same step, which notes what runs now. A batch that runs whole has one backward pass."""
 
         def represent(model: nn.Module, samples: Any) -> Any:
             self._now.phase = "forward"
