@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from faults import CASES, OUTCOMES, PLACES, Case, Judge, Training, _comparable, _seed, cut_into, places_of
 from plans import SMALL, make_rank_plans
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workloads import make_batch
@@ -121,13 +122,19 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+@cache
+def _mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """Make a mesh once in a process: the threads of each one's groups stay until its end."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
 class ShardedTraining(RankTraining):
     """This rank's part of a case whose parameters are sharded."""
 
     shape: ClassVar[tuple[int, ...]] = ()  # of the mesh: (replicas, shards)
 
     def __init__(self, case: Case, **options: Any) -> None:
-        mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=("replicate", "shard")) if self.shape else None
+        mesh = _mesh_of(self.shape) if self.shape else None
         super().__init__(replace(case, make_model=lambda: shard(case.make_model(), mesh=mesh)), **options)
 
     def state(self) -> dict[str, Any]:
