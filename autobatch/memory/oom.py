@@ -105,9 +105,9 @@ def is_oom(error: object, *, memory_is_low: bool | None = None, handled: BaseExc
     return _any_device_is_low() if memory_is_low is None else memory_is_low
 
 
-def ends_context(error: BaseException, *, handled: BaseException | None = None) -> bool:
+def ends_context(error: BaseException) -> bool:
     """Return whether nothing can run in this process after this error: a CUDA context or a communicator is lost."""
-    return any(_is_fatal(link) for link in _unchain(error, handled))
+    return any(_is_fatal(link) for link in _unchain(error, None))
 
 
 def describe_error(error: BaseException, *, handled: BaseException | None = None) -> str:

@@ -82,6 +82,10 @@ class Workload:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of model and optimizer, each once, in the order of ``model.parameters()``."""
+        return [*{id(one): one for one in self._owned()}.values()]
+
+    def _owned(self) -> list[nn.Parameter]:
+        """Return the parameters of model and optimizer; a shared one comes again."""
         # Not by model.parameters(), which makes a name for each: 2.4 times as long, in every step.
         owned: list[nn.Parameter | None] = []
         waiting: list[nn.Module | None] = [self.model]
@@ -95,11 +99,11 @@ class Workload:
                 owned += own.values()
             if below := module._modules:  # noqa: SLF001 - as above
                 waiting += reversed(below.values())
-        owned += self.held_by_optimizer()
-        return [*{id(one): one for one in owned if one is not None}.values()]
+        return [one for one in owned if one is not None] + self.held_by_optimizer()
 
     def drop_gradients(self) -> None:
-        for parameter in self.parameters():
+        """Drop every gradient; the parameters are looked up again, as a forward pass may have made some."""
+        for parameter in self._owned():
             parameter.grad = None
 
     def count_trained(self) -> int:

@@ -331,10 +331,6 @@ class Accumulation:
         self.counted_per_sample = self._counted
         self._end(undo)
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients of the last step, once its update is made; a forward pass may have made parameters."""
-        self.workload.drop_gradients()
-
     def _end(self, undo: Undo) -> None:
         self._sums.end()
         undo.release()  # one assignment commits: an interrupt comes before it, and the step is undone, or after it

@@ -313,7 +313,6 @@ class StepRunner:
             if gradients is not None:
                 gradients.settle()
             if applied is not None:
-                applied.keep()
                 self._make_update(applied)
             self._count(shared)
 
@@ -326,7 +325,7 @@ class StepRunner:
         try:
             update.apply(self.steps)
         finally:
-            self._accumulation.drop_gradients()
+            self._workload.drop_gradients()
 
     def _report(
         self,

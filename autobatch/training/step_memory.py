@@ -151,7 +151,8 @@ class StepMemory:
 
     def after_step(self, next_step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Choose the next step's size, after these micro-batches have run."""
-        self.summing = self.summing.after_step()
+        if self.summing.left:
+            self.summing = self.summing.after_step()
         largest = max([micro_batch.scale for micro_batch in micro_batches], default=0)
         self.change(self.pace.after_step(largest, thrashed=self._has_thrashed), next_step)
 

@@ -98,6 +98,7 @@ class Update:
 
     def apply(self, step: int) -> None:
         """Step the optimizers, then the scaler and the schedulers."""
+        self.keep()
         stepped, reason, handled = False, None, sys.exc_info()[1]
         try:
             for optimizer in self.optimizers:

@@ -83,7 +83,7 @@ def scaled_gradients_are_clipped(real, self):
 
 
 @bug(
-    "autobatch.training.accumulation.Accumulation.drop_gradients",
+    "autobatch.step.workload.Workload.drop_gradients",
     f"{RUNNER}::test_the_optimizer_steps_exactly_once_and_gradients_are_gone",
 )
 def an_updates_gradients_stay(real, self):

@@ -337,7 +337,7 @@ class LightningRunner(Runner):
             reason = describe_error(error, handled=handled)
         finally:
             if undo.is_released:
-                self._accumulation.drop_gradients()
+                self._workload.drop_gradients()
         if reason is not None:
             raise CannotRetry(
                 f"ran out of memory inside the optimizer's step ({reason}): parameters may have moved, "
