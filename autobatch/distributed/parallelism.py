@@ -58,6 +58,7 @@ def begin_step(
 ) -> SharedStep:
     """Make this rank's part of a step; ``is_confirmed``: all ranks confirm it after the sum."""
     if isinstance(ranks, ShardedRanks):
+        # Only clipping comes between sum and update: sharded models take no scaler and no framework.
         if max_grad_norm is None:
             return ShardedStep(ranks, name, optimizer)
         return ClippedShardedStep(ranks, name, optimizer, max_grad_norm)

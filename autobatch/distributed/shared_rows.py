@@ -1,9 +1,11 @@
 """Gathers representations over the ranks for a loss of all rows, and lets all ranks run such a step again, or none.
 
 1. ``gather``: each rank sends its rows, through host memory.
-2. Each rank runs the loss of all rows, and its own second pass.
-3. ``confirm``: if one rank ran out of memory in 2, all run the step again: smaller micro-batches draw other numbers, so
-   that rank's rows change.
+2. Each rank runs the loss forward and backward: the whole loss, or its part, which states a count.
+3. ``share_loss``: parts are added up, and each rank gets the gradient of its rows from the parts of all.
+4. Each rank runs its own second pass.
+5. ``confirm``: if one rank ran out of memory in 2 to 4, all run the step again: smaller micro-batches draw other
+   numbers, so that rank's rows change.
 
 A rank that runs out of memory before 1 runs again alone. A rank that raises sends its error to the ranks that wait.
 """
@@ -11,12 +13,15 @@ A rank that runs out of memory before 1 runs again alone. A rank that raises sen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import fsum, prod
+from typing import Any
 
 import torch
 
 from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.ranks import Ranks
+from autobatch.undo.gradients import NARROW
+from autobatch.undo.interrupts import deferred_interrupts
 
 Rows = Sequence["torch.Tensor | None"]
 """One tensor for each representation, or ``None``."""
@@ -28,42 +33,111 @@ class SharedRows:
     Attributes:
         size: Number of ranks.
         is_gathered: Whether the other ranks wait for ``confirm``.
+        own: This rank's rows among those of all ranks, once they are gathered.
     """
 
     def __init__(self, ranks: Ranks, agreement: Agreement) -> None:
         """Send nothing yet."""
-        self.size, self.is_gathered = ranks.size, False
+        self.size, self.is_gathered, self.own = ranks.size, False, slice(0)
         self._rank, self._channel, self._agreement = ranks.rank, ranks.channel, agreement
+        self._rows: Rows = ()  # this rank's, with their graph
+        self._parts: list[Rows] = []  # leaves, by rank
 
     def gather(self, own: Rows, nest: str) -> list[Rows]:
-        """Return the representations of each rank, by rank: this one's as given, the others' without a graph."""
+        """Return the representations of each rank, by rank, without a graph."""
         mine = [None if one is None else one.detach().cpu().contiguous() for one in own]
         rows = next((len(one) for one in mine if one is not None), 0)
         kinds = [None if one is None else [*one.shape[1:], str(one.dtype), one.requires_grad] for one in own]
         sent = self._agreement.gather("representations", rows=rows, kinds=kinds, nest=nest)
         self._agreement.refuse_unlike(
             [(one["kinds"], one["nest"]) for one in sent],
-            "represent() returned unlike representations on different ranks: return rows of one shape and dtype",
+            f"represent() returned unlike representations on different ranks ({self._list_unlike(sent)}): return rows "
+            f"of one shape and dtype, in the same containers",
         )
         counts = [one["rows"] for one in sent]
-        self.is_gathered = True
-        parts = [self._exchange(one, counts) if one is not None else [None] * self.size for one in mine]
-        by_rank: list[Rows] = [*zip(*parts, strict=True)]
-        homes = [None if one is None else one.device for one in own]
-        placed: list[Rows] = [
-            [None if one is None else one.to(home) for one, home in zip(part, homes, strict=True)] for part in by_rank
+        self.is_gathered, self._rows = True, own
+        self.own = slice(sum(counts[: self._rank]), sum(counts[: self._rank + 1]))
+        columns = [
+            [None] * self.size if one is None or home is None else self._exchange(one, counts, home)
+            for one, home in zip(mine, own, strict=True)
         ]
-        placed[self._rank] = own
-        return placed
+        self._parts = [*zip(*columns, strict=True)]
+        return self._parts
+
+    def share_loss(self, count: float | None) -> float | None:
+        """Begin the backward pass of this rank's rows; return this rank's part of the gradients that its loss has made.
+
+        Args:
+            count: Count that this rank's part of the loss states; ``None``: each rank has run the whole loss.
+
+        Returns:
+            ``None`` if another rank ran out of memory in the loss.
+        """
+        if count is None:
+            return self._begin_backward([_gradient(one) for one in self._parts[self._rank]], 1 / self.size)
+        wholes = [self._join_gradients(column) for column in zip(*self._parts, strict=True)]
+        with deferred_interrupts():  # the other ranks wait in the sums
+            counts = self._answer(is_done=True, count=count)
+            if counts is None:
+                return None
+            factor = count / fsum(counts)
+            for one in wholes:
+                if one is not None:
+                    self._channel.sum(one, factor)
+        return self._begin_backward([None if one is None else one[self.own] for one in wholes], factor)
 
     def confirm(self, *, is_done: bool) -> bool:
         """Return whether every rank has done its second pass."""
-        self.is_gathered = False
-        return all(one["is_done"] for one in self._agreement.gather("second pass", is_done=is_done))
+        is_done = self._answer(is_done=is_done) is not None
+        self.is_gathered, self._rows, self._parts = False, (), []
+        return is_done
 
-    def _exchange(self, mine: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor | None]:
+    def _answer(self, *, is_done: bool, count: float | None = None) -> list[float] | None:
+        """Return the counts of all ranks; ``None`` if one ran out of memory."""
+        kind = "whole" if count is None else "part"
+        answers = self._agreement.gather("loss", {"count": count or 0.0}, kind=kind if is_done else None)
+        if any(one["kind"] is None for one in answers):
+            self.is_gathered = False
+            return None
+        self._agreement.refuse_unlike(
+            [one["kind"] for one in answers],
+            "the loss of WholeBatch states a count (Mean, Sum) on one rank and none on another: always return it",
+        )
+        return [one["count"] for one in answers]
+
+    def _begin_backward(self, gradients: Rows, factor: float) -> float:
+        pairs = [*zip(self._rows, gradients, strict=True)]
+        found = [(one, its) for one, its in pairs if one is not None and its is not None]
+        torch.autograd.backward([one for one, _ in found], [its.to(one) for one, its in found])
+        self._rows, self._parts = (), []
+        return factor
+
+    def _join_gradients(self, column: Rows) -> torch.Tensor | None:
+        """Return a representation's gradients in this rank's part of the loss, on the host; zeros where it has none."""
+        rows = [one for one in column if one is not None and one.requires_grad]
+        made = [one.new_zeros(one.shape) if one.grad is None else one.grad for one in rows]
+        wide = [one.detach().cpu().float() if one.dtype in NARROW else one.detach().cpu() for one in made]
+        return torch.cat(wide) if wide else None
+
+    def _exchange(self, mine: torch.Tensor, counts: Sequence[int], like: torch.Tensor) -> list[torch.Tensor]:
         size = mine.element_size() * prod(mine.shape[1:])
         received = self._channel.gather_bytes(mine.reshape(-1).view(torch.uint8), [count * size for count in counts])
+        parts = zip(received, counts, strict=True)
         return [
-            part.view(mine.dtype).reshape(count, *mine.shape[1:]) for part, count in zip(received, counts, strict=True)
+            part.view(mine.dtype).reshape(count, *mine.shape[1:]).to(like.device).requires_grad_(like.requires_grad)
+            for part, count in parts
         ]
+
+    def _list_unlike(self, sent: Sequence[dict[str, Any]]) -> str:
+        """Show the representations of the first rank, and of the first one that differs from it."""
+        unlike = [rank for rank, one in enumerate(sent) if any(one[key] != sent[0][key] for key in ("kinds", "nest"))]
+        return self._channel.list_by_rank({rank: _show(sent[rank]["kinds"]) for rank in (0, *unlike[:1])})
+
+
+def _show(kinds: Sequence[Sequence[Any] | None]) -> str:
+    shown = [kind and f"{tuple(kind[:-2])} {kind[-2]}{'' if kind[-1] else ' without a graph'}" for kind in kinds]
+    return f"rows of {', '.join(map(str, shown))}"
+
+
+def _gradient(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.grad

@@ -31,7 +31,7 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.planning.next_trial import FIRST_SIZE
 from autobatch.records import IN_EACH, MemoryUsage, Phase, Saving, Summing, Trial
 from autobatch.step.model_info import find_savings, is_compiled, watch_savings
-from autobatch.step.whole_batch import WholeBatch
+from autobatch.step.whole_batch import PerRank, WholeBatch
 from autobatch.step.workload import Workload, read_output
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation_state import AccumulationState
@@ -286,7 +286,9 @@ class Probe:
             return sum(others, start=first), aux
 
         # By samples: a trial has to run a micro-batch of the example even if its labels are all ignored.
-        is_split = len(batches) > 1 or self.target_of_all > self.target
+        # The loss of a ``PerRank`` compares no rows of other ranks.
+        compared = self.target if isinstance(user, PerRank) else max(self.target, self.target_of_all)
+        is_split = len(batches) > 1 or compared > self.target
         passes = self._note_passes(user, is_split=is_split) if isinstance(user, WholeBatch) else run
         workload = self.workload.around(passes, weigh=None)
         accumulation = accumulation_for(workload)(
@@ -300,11 +302,8 @@ class Probe:
             watched=self._to_watch,
             stands_for=-(-self.target // size) if self.target > size else 0,
         )
-        if isinstance(accumulation, WholeBatchAccumulation):
-            if self.target_of_all > self.target:
-                accumulation.imitated = self.target_of_all
-            elif len(batches) > 1:
-                accumulation.imitated, accumulation.whole = self.target, self._grow_whole()
+        if isinstance(accumulation, WholeBatchAccumulation) and is_split:
+            accumulation.imitated, accumulation.whole = compared, self._grow_whole()
         self._now.phase = "forward"
         try:
             accumulated = accumulation.run(batches, size)
@@ -333,7 +332,7 @@ class Probe:
                 self._now.phase = "loss"
             return user.loss(representations, batch)
 
-        return WholeBatch(represent, loss)
+        return type(user)(represent, loss)
 
     def _grow_whole(self) -> Layout:
         """The batch of a whole step: its loss is run, and not only that of the two micro-batches."""

@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InvalidArgument
-from autobatch.step.losses import Mean, PerStep, Sum, read_terms
+from autobatch.step.losses import Mean, Sum, read_terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,9 @@ class WholeBatch:
     Attributes:
         represent: ``represent(model, micro_batch)``: a tensor with a row a sample, or tuples, lists and dicts of such.
         loss: ``loss(representations, batch)``: one scalar tensor, or ``(loss, aux)``. Row i of each representation
-            belongs to sample i of the batch. The batch stays on the device on which it was passed.
+            belongs to sample i of the batch. The batch stays on the device on which it was passed. On several ranks
+            the rows are those of all, and ``batch.own_rows`` is the slice of this rank's. A loss that returns ``Mean``
+            or ``Sum`` is this rank's part, and parts are added up as in any step.
     """
 
     represent: Callable[[nn.Module, Any], Any]
@@ -53,21 +55,31 @@ class WholeBatch:
         return returned
 
 
-class NoBatch:
-    """In place of the batch, on several ranks: each has its own samples, and the loss is over the rows of all."""
+class PerRank(WholeBatch):
+    """A ``WholeBatch`` of the samples of each rank alone; the step's loss is the mean of the ranks' losses."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Raise InvalidArgument, as any use of it."""
+
+class RankBatch:
+    """In place of the batch, on several ranks: each has its own samples, and the loss is over the rows of all.
+
+    Attributes:
+        own_rows: Slice of this rank's rows among those of all ranks.
+    """
+
+    def __init__(self, own_rows: slice, read_own: Callable[[], Any]) -> None:
+        """``read_own`` returns this rank's batch."""
+        self.own_rows, self.read_own = own_rows, read_own
+
+    def _refuse(self, *_: Any) -> Any:
+        """Raise InvalidArgument for any other use of it."""
         raise InvalidArgument(
             "the loss of WholeBatch reads its batch, and each of several ranks has another one: return what the loss "
             "needs, such as labels, from represent(), a row a sample"
         )
 
-    def __getitem__(self, key: Any) -> Any:
-        """Raise InvalidArgument."""
-        return self.__getattr__("")
-
-    __len__ = __iter__ = __call__ = __getitem__
+    __getattr__ = __getitem__ = __len__ = __iter__ = __call__ = __bool__ = _refuse
+    # A loss that asks isinstance() would run another way than on one rank.
+    __class__ = property(_refuse)
 
 
 def refuse_sharded(step: Any) -> None:
@@ -78,16 +90,18 @@ def refuse_sharded(step: Any) -> None:
         )
 
 
-def read_loss(returned: Any) -> torch.Tensor:
-    """Return the loss of a whole batch, in at least float32; raise InvalidArgument for one with counts or terms."""
-    if not isinstance(returned, torch.Tensor):
-        of_count = isinstance(returned, Mean | Sum | PerStep)
+def read_loss(returned: Any) -> tuple[torch.Tensor, float | None]:
+    """Return the loss of a whole batch, in at least float32, and the count that it states; refuse one with terms."""
+    if not isinstance(returned, torch.Tensor | Mean | Sum):
         raise InvalidArgument(
-            f"the loss of WholeBatch returned {type(returned).__name__}: it must return one scalar tensor, or (loss, "
-            f"aux){'; it is over the whole batch already, so nothing is counted' if of_count else ''}"
+            f"the loss of WholeBatch returned {type(returned).__name__}: it must return one scalar tensor, Mean or "
+            f"Sum, or (loss, aux)"
         )
     [term] = read_terms(returned)
-    return term.divide(1.0, 1.0)
+    if term.count == 0:
+        raise InvalidArgument("the loss of WholeBatch states a count of 0: count the samples that it compares")
+    count = 1.0 if term.count is None else term.count
+    return term.divide(count, count), term.count
 
 
 def read_rows(returned: Any, samples: int) -> tuple[list[torch.Tensor | None], TreeSpec]:

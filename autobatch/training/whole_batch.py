@@ -21,6 +21,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from autobatch.batch.samples import Layout, MicroBatch
 from autobatch.distributed.shared_rows import SharedRows
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import CannotRetry, InvalidArgument
-from autobatch.step.whole_batch import NoBatch, WholeBatch, read_loss, read_rows
+from autobatch.step.whole_batch import PerRank, RankBatch, WholeBatch, read_loss, read_rows
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
@@ -65,9 +66,10 @@ class WholeBatchAccumulation(Accumulation):
     """Accumulates the gradient of one ``WholeBatch`` on one device, batch after batch."""
 
     imitated: int = 0  # rows in the loss of the step that a trial imitates
-    whole: Layout | None = None  # batch of that step; None: it is in parts on several ranks
+    whole: Layout | None = None  # this rank's batch of that step
     _undo: Undo | None = None
     _shared: SharedRows | None = None  # of the step that runs, on several ranks
+    _part: float = 1.0  # of this rank's loss in the step's, if each rank has a loss of its own
     _kept: list[Kept] = field(default_factory=list)
     _later: RandomState | None = None  # generators after the loss, and what backward passes have drawn since
     _are_same: list[torch.Tensor] = field(default_factory=list)  # not read until the end: a read waits for the device
@@ -81,17 +83,17 @@ class WholeBatchAccumulation(Accumulation):
         """Divide by nothing: the loss is over the rows of all ranks."""
         if not progress.micro_batches:
             raise InvalidArgument("WholeBatch needs samples on every rank, and this one has none in this step")
-        self._shared = shared.share_rows()
+        rows, is_alone = shared.share_rows(), isinstance(self._step, PerRank)
+        self._shared, self._part = (None, 1 / rows.size) if is_alone else (rows, 1.0)
 
     def attempt(self, progress: AccumulationState, undo: Undo) -> Shortage | None:
         """Run both passes; on several ranks all of them run again, or none."""
-        shortage = super().attempt(progress, undo)
-        if self._shared is None or not self._shared.is_gathered or self._shared.confirm(is_done=shortage is None):
-            return shortage
-        if shortage is None:
+        shortage, rows = super().attempt(progress, undo), self._shared
+        is_over = rows is None or (rows.is_gathered and rows.confirm(is_done=shortage is None))
+        if shortage is None and not is_over:
             self._sums.clear()
             progress.restart()
-            shortage = Shortage(failed_size=0, reason="another rank ran out of memory")
+            return Shortage(failed_size=0, reason="another rank ran out of memory")
         return shortage
 
     def _end(self, undo: Undo) -> None:
@@ -111,14 +113,16 @@ class WholeBatchAccumulation(Accumulation):
                 progress.aux.append(None)
             progress.aux = []
             progress.phase = "loss"
-            before = self._record()
-            begun = RandomState(self.device.torch_device)
-            value, aux = self._run_loss(self._join_kept(progress), progress)
-            if self._shared is not None:
-                _refuse_draws(begun, RandomState(self.device.torch_device))
-                # Each rank has run the loss of all rows: its own parameters' gradients are summed over the ranks.
-                self._correct(1 / self._shared.size)
-                value = value / self._shared.size
+            before, device = self._record(), self.device.torch_device
+            begun = None if self._shared is None else RandomState(device)
+            value, aux, count = self._run_loss(self._join_kept(progress), progress)
+            if self._shared is not None and begun is not None:
+                _refuse_draws(begun, RandomState(device))
+                # The loss's own parameters have gradients on each rank, which are summed over the ranks.
+                if (factor := self._shared.share_loss(count)) is None:
+                    return
+                self._correct(factor)
+                value = value * factor
             if lost := undo.find_lost():
                 raise CannotRetry(
                     f"the step wrote for the first time into a tensor of shape {tuple(lost[0].shape)}, so there is no "
@@ -129,7 +133,6 @@ class WholeBatchAccumulation(Accumulation):
             # unless the loss moves the model itself.
             is_moved = bool(before.find_moved() or before.find_lost())
             before.release()
-            device = self.device.torch_device
             after = self._record() if is_moved else Undo(None, device, keep=self.keep)
             self._later = RandomState(device)
             undo.rewind()
@@ -169,28 +172,33 @@ class WholeBatchAccumulation(Accumulation):
         with self.device.micro_batch(micro_batch.size) or nullcontext():
             found, nest = self._represent(micro_batch, progress)
             progress.phase = "backward"
-            progress.loss.value, aux = self._run_loss(tree_unflatten(_join([found], progress), nest), progress)
+            progress.loss.value, aux, _ = self._run_loss(tree_unflatten(_join([found], progress), nest), progress)
             self._join_sparse_rows(progress)
         progress.aux, self.leaves_are_known = [aux], True
 
-    def _run_loss(self, representations: Any, progress: AccumulationState) -> tuple[torch.Tensor, Any]:
-        """Run the loss forward and backward; return its value, and what it returned beside it."""
-        batch = self._join_batch(progress)
+    def _run_loss(self, representations: Any, progress: AccumulationState) -> tuple[torch.Tensor, Any, float | None]:
+        """Run the loss forward and backward; return its value, what it returned beside it, and the count it states."""
+        batch: Any
+        if self._shared is not None:
+            batch = RankBatch(self._shared.own, partial(self._join_batch, progress))
+        elif self.whole is not None and self.imitated > self.whole.count:
+            batch = RankBatch(slice(self.whole.count), partial(self._join_batch, progress))
+        else:
+            batch = self._join_batch(progress)
         progress.running = "your loss(representations, batch)"
         losses, aux = split_output(self._call(self._step.loss, representations, batch))
         progress.running = ""
-        loss = read_loss(losses)
+        loss, count = read_loss(losses)
+        loss = loss if self._part == 1 else loss * self._part
         if not self.leaves_are_known:
             self.workload.check_leaves(loss)
         progress.running = "the backward pass of your loss"
         self._run_backward(loss)
         progress.running = ""
-        return loss.detach(), aux
+        return loss.detach(), aux, count
 
     def _join_batch(self, progress: AccumulationState) -> Any:
-        """All samples of the step, as they were passed, in containers of their own; nothing on several ranks."""
-        if self._shared is not None or (self.imitated and self.whole is None):
-            return NoBatch()
+        """All samples of this rank's step, as they were passed, in containers of their own."""
         given = {id(group.batch): group.batch for group in progress.groups}
         joined = cut_joined([*given.values()] if self.whole is None else [self.whole])
         if len(joined) > 1:

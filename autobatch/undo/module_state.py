@@ -126,7 +126,7 @@ class ModuleState:
             for module, kind, attributes in zip(self.modules, self._classes, self._attributes, strict=True)
             if type(module) is not kind
             or not is_same(vars(module), attributes)
-            or any(id(value) in changed for value in _find_below(attributes.values()))
+            or (changed and any(id(value) in changed for value in _find_below(attributes.values())))
         ]
 
     def tensors_of(self, module: nn.Module) -> list[torch.Tensor]:

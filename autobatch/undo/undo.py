@@ -110,7 +110,7 @@ class Undo:
         written = {key for key, (memory, value) in self.memory.items() if not torch.equal(memory, value)}
 
         def holds_moved(module: nn.Module) -> bool:
-            tensors = self.modules.tensors_of(module)
+            tensors = self.modules.tensors_of(module) if buffers or written else ()
             return any(id(t) in buffers or any(s._cdata in written for s in storages_of(t)) for t in tensors)
 
         return [module for module in self.modules.modules if id(module) in changed or holds_moved(module)]

@@ -21,7 +21,26 @@ import torch.distributed as dist
 from tasks import BatchesOfTasks, Points, collate_tasks, linear_tasks
 from trainers import Classes, Interrupted, bert, small_device, train, trainer_of
 from transformers import Trainer
-from trl_trainers import reward, sft
+from trl_trainers import embedder, reward, sft
+
+
+def own_negatives(folder: Path, **options: Any) -> Any:
+    """Texts that are compared with those of their rank; in one process, with those of their half of the batch."""
+    trainer = embedder(folder, "MultipleNegativesRankingLoss", **options)
+    if "RANK" not in os.environ:
+        compare = trainer.loss.compute_loss_from_embeddings
+        trainer.loss.compute_loss_from_embeddings = lambda embeddings, labels: (
+            sum(compare([*halves], labels) for halves in zip(*[one.chunk(2) for one in embeddings], strict=True)) / 2
+        )
+    return trainer
+
+
+def gathered_negatives(folder: Path, **options: Any) -> Any:
+    """Texts that are compared with those of all ranks."""
+    trainer = embedder(folder, "CachedMultipleNegativesRankingLoss", **options)
+    trainer.loss.loss.gather_across_devices = "RANK" in os.environ
+    return trainer
+
 
 CASES = {
     "GPT-2": partial(trainer_of),
@@ -30,6 +49,8 @@ CASES = {
     "reward": partial(
         reward, max_steps=5
     ),  # the last batch is not full, and accelerate fills it up with samples of the first
+    "each rank's negatives": own_negatives,
+    "all ranks' negatives": gathered_negatives,
 }
 
 
@@ -119,6 +140,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     logging.getLogger("autobatch").setLevel(logging.ERROR)
     rank = int(os.environ["RANK"])
+    own_negatives(folder / f"output {rank}", ddp_backend="gloo")  # writes the encoder that both losses train
     found = _train_cases(folder, rank) | _train_kinds(folder, rank)
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")

@@ -198,6 +198,7 @@ def _encoder(folder: Path, dropout: float = 0.0) -> Any:
         attention_probs_dropout_prob=dropout,
     )
     saved = str(folder / "encoder")
-    transformers.BertModel(config).save_pretrained(saved)
-    tokenizer().save_pretrained(saved)
+    if not Path(saved).exists():  # once ranks train together, only the first one writes
+        transformers.BertModel(config).save_pretrained(saved)
+        tokenizer().save_pretrained(saved)
     return SentenceTransformer(modules=[Transformer(saved, max_seq_length=48), Pooling(16)], device="cpu").double()

@@ -1,5 +1,7 @@
 """The loss of ``WholeBatch`` over the samples of several ranks is that of one process, in float64 to rounding."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -50,6 +52,22 @@ def make_step(model):
     return autobatch.WholeBatch(represent, loss)
 
 
+def make_local_step(model, state="Mean"):
+    """CLIP's loss as this rank's part: its rows against those of all ranks."""
+
+    def loss(rows, batch):
+        own, count = getattr(batch, "own_rows", slice(None)), len(rows["image"])
+        labels = torch.arange(count)[own]
+        parts = []
+        for one, other in (("image", "text"), ("text", "image")):
+            scores = model.scale.exp() * rows[one][own] @ rows[other].T
+            scores = scores + model.bias * (rows["label"][own, None] == rows["label"])
+            parts.append(F.cross_entropy(scores, labels, reduction="mean" if state == "Mean" else "sum") / 2)
+        return getattr(autobatch, state)(sum(parts), len(labels))
+
+    return autobatch.WholeBatch(represent, loss)
+
+
 def make_batch():
     generator = torch.Generator().manual_seed(7)
     return tuple(torch.randn(SAMPLES, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
@@ -89,9 +107,9 @@ def bind(shares, size, step=make_step, optimizer=None):
     return inner, autobatch.Runner(plan, model, step(inner), made)
 
 
-def accumulate(shares, size):
+def accumulate(shares, size, step=make_step):
     rank = dist.get_rank()
-    inner, runner = bind(shares, size)
+    inner, runner = bind(shares, size, step=step)
     torch.manual_seed(100 + rank)
     result = runner.accumulate(part_of(shares, rank))
     sizes = [None] * len(shares)
@@ -113,7 +131,18 @@ def test_the_gradient_is_that_of_one_process(shares, size):
         assert max(map(max, sizes)) == min(size, max(shares))
 
 
-def accumulate_with_shortage(place, rank_that_fails):
+@pytest.mark.parametrize("state", ["Mean", "Sum"])
+@pytest.mark.parametrize("size", [2, SAMPLES], ids=["in parts", "whole"])
+@pytest.mark.parametrize("shares", [(6, 6), (9, 3), (1, 6, 5)], ids=str)
+def test_a_loss_in_parts_is_that_of_one_process(shares, size, state):
+    """Each rank compares its own rows with those of all, and the gradient reaches the rows of the other ranks."""
+    step = partial(make_local_step, state=state)
+    for apart, missed, _ in values_of(run_ranks(accumulate, shares, size, step, size=len(shares))):
+        assert apart < 1e-13
+        assert missed < 1e-13
+
+
+def accumulate_with_shortage(place, rank_that_fails, make=make_step):
     """Memory ends on one rank: in the first pass, in the loss, or in the second pass."""
     shares, rank = (6, 6), dist.get_rank()
     inner, runner = bind(shares, 6)
@@ -133,7 +162,7 @@ def accumulate_with_shortage(place, rank_that_fails):
 
         return autobatch.WholeBatch(run("represent", step.represent), run("loss", step.loss))
 
-    inner, runner = bind(shares, 6, step=lambda model: fail_once(make_step(model)))
+    inner, runner = bind(shares, 6, step=lambda model: fail_once(make(model)))
     torch.manual_seed(100 + rank)
     result = runner.accumulate(part_of(shares, rank))
     sizes = [None] * len(shares)
@@ -170,11 +199,12 @@ PLACES = {
 }
 
 
+@pytest.mark.parametrize("make", [make_step, make_local_step])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_memory_that_ends_on_one_rank(place, rank):
+def test_memory_that_ends_on_one_rank(place, rank, make):
     """All run the step again, or that rank alone: the gradient is that of the micro-batches that ran in the end."""
-    answers = values_of(run_ranks(accumulate_with_shortage, PLACES[place], rank))
+    answers = values_of(run_ranks(accumulate_with_shortage, PLACES[place], rank, make))
     for index, (apart, retries, sizes, _) in enumerate(answers):
         assert apart < 1e-13
         assert sizes[rank] != (6,)
@@ -182,12 +212,12 @@ def test_memory_that_ends_on_one_rank(place, rank):
         assert retries == int(index == rank)
 
 
-def raise_on_one_rank(place, error):
+def raise_on_one_rank(place, error, make=make_step):
     shares, rank = (6, 6), dist.get_rank()
     seen = []
 
     def failing(model):
-        step = make_step(model)
+        step = make(model)
 
         def run(name, function):
             def call(*arguments):
@@ -213,29 +243,31 @@ def raise_on_one_rank(place, error):
     return found
 
 
+@pytest.mark.parametrize("make", [make_step, make_local_step])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_on_one_rank_is_raised_on_all(place):
+def test_an_error_on_one_rank_is_raised_on_all(place, make):
     """The user's own there, RankFailed on the others; nothing has happened."""
-    assert values_of(run_ranks(raise_on_one_rank, PLACES[place], ZeroDivisionError)) == [
+    assert values_of(run_ranks(raise_on_one_rank, PLACES[place], ZeroDivisionError, make)) == [
         "RankFailed",
         "ZeroDivisionError",
     ]
 
 
+@pytest.mark.parametrize("make", [make_step, make_local_step])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_rank_that_never_fits_ends_the_step_on_all(place):
+def test_a_rank_that_never_fits_ends_the_step_on_all(place, make):
     """DoesNotFit there, RankFailed on the others."""
-    assert values_of(run_ranks(raise_on_one_rank, PLACES[place], torch.OutOfMemoryError)) == [
+    assert values_of(run_ranks(raise_on_one_rank, PLACES[place], torch.OutOfMemoryError, make)) == [
         "RankFailed",
         "DoesNotFit",
     ]
 
 
-def step_through_faults(positions):
+def step_through_faults(positions, make):
     """Memory that ends at many operations of rank 1, a step each; every committed step is right."""
     shares, rank, worst, retried = (6, 6), dist.get_rank(), 0.0, 0
     for position in positions:
-        inner, runner = bind(shares, 3)
+        inner, runner = bind(shares, 3, step=make)
         torch.manual_seed(100 + rank)
         if rank == 1:
             with oom_at(position):
@@ -251,34 +283,36 @@ def step_through_faults(positions):
     return worst, retried
 
 
-def test_memory_that_ends_at_operations_of_either_pass():
+@pytest.mark.parametrize("make", [make_step, make_local_step])
+def test_memory_that_ends_at_operations_of_either_pass(make):
     """A sample of all operations."""
-    for worst, retried in values_of(run_ranks(step_through_faults, range(5, 400, 25))):
+    for worst, retried in values_of(run_ranks(step_through_faults, range(5, 400, 25), make)):
         assert worst < 1e-13
         assert retried >= 8
 
 
-def fit_and_train(shares):
+def fit_and_train(shares, make):
     rank, inner = dist.get_rank(), Pair()
     model, optimizer = DistributedDataParallel(inner), torch.optim.SGD(inner.parameters(), lr=0.1)
     plan = autobatch.fit(
         model,
         sum(shares),
         batch=part_of(shares, rank),
-        step=make_step(inner),
+        step=make(inner),
         optimizer=optimizer,
         max_micro_batch=2,
         reuse=False,
         progress=False,
     )
-    runner = autobatch.Runner(plan, model, make_step(inner), optimizer)
+    runner = autobatch.Runner(plan, model, make(inner), optimizer)
     losses = [float(runner.step(part_of(shares, rank)).loss) for _ in range(3)]
     return losses, [one.detach().clone() for one in inner.parameters()]
 
 
-def test_fit_plans_for_the_loss_of_all_ranks():
+@pytest.mark.parametrize("make", [make_step, make_local_step])
+def test_fit_plans_for_the_loss_of_all_ranks(make):
     """And the ranks stay together."""
-    (losses, weights), (others, its) = values_of(run_ranks(fit_and_train, (6, 6)))
+    (losses, weights), (others, its) = values_of(run_ranks(fit_and_train, (6, 6), make))
     assert losses == others
     assert all(torch.equal(one, other) for one, other in zip(weights, its, strict=True))
 
@@ -288,6 +322,10 @@ def refuse(kind):
         made = make_step(model)
         if kind == "batch":
             return autobatch.WholeBatch(represent, lambda rows, batch: made.loss(rows, None) * len(batch[0]))
+        if kind == "kind of batch":
+            return autobatch.WholeBatch(represent, lambda rows, batch: made.loss(rows, None) * isinstance(batch, tuple))
+        if kind == "a part on one rank":
+            return make_local_step(model) if dist.get_rank() else made
         if kind == "NumPy draws":
             return autobatch.WholeBatch(represent, lambda rows, batch: made.loss(rows, None) * (1 + np.random.rand()))
         if kind == "draws":
@@ -301,7 +339,25 @@ def refuse(kind):
         runner.accumulate(None if kind == "no samples" and dist.get_rank() else batch)
 
 
-@pytest.mark.parametrize("kind", ["batch", "draws", "NumPy draws", "no samples"])
+@pytest.mark.parametrize("kind", ["batch", "kind of batch", "draws", "NumPy draws", "no samples", "a part on one rank"])
 def test_what_cannot_be_the_same_on_all_ranks_is_refused(kind):
-    """A loss that reads its batch or draws, and a rank without samples."""
+    """A loss that reads its batch or asks what it is, draws or states a count on one rank; a rank without samples."""
     values_of(run_ranks(refuse, kind))
+
+
+def return_unlike_rows():
+    def widen(model, batch):
+        rows = model.image(batch[0])
+        return rows[:, :3] if dist.get_rank() == 2 else rows
+
+    _, runner = bind((4, 4, 4), 4, step=lambda model: autobatch.WholeBatch(widen, lambda rows, batch: rows.var()))
+    with pytest.raises(InvalidArgument) as raised:
+        runner.accumulate(part_of((4, 4, 4), dist.get_rank()))
+    return str(raised.value)
+
+
+def test_unlike_rows_are_named_with_their_rank():
+    """The message has the shapes, and the rank that differs."""
+    for message in values_of(run_ranks(return_unlike_rows, size=3)):
+        assert all(one in message for one in ("rank 0: rows of (5,)", "rank 2: rows of (3,)"))
+        assert "rank 1" not in message

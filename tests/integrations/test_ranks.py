@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # TRL's
 ]
 
-TOLERANCES = {"GPT-2": 1e-12, "BERT for classes": 1e-12, "SFT": 1e-6, "reward": 1e-12}
+TOLERANCES = {"SFT": 1e-6}
 """TRL's SFT computes logarithms in float32."""
 
 
@@ -45,7 +45,7 @@ def test_two_ranks_end_where_one_process_ends(name, folder, tmp_path):
     found = read(folder)[name]
     weights = torch.load(folder / f"{name}.pt")
     model = SimpleNamespace(state_dict=lambda: weights)
-    assert apart(whole, SimpleNamespace(model=model)) < TOLERANCES[name]
+    assert apart(whole, SimpleNamespace(model=model)) < TOLERANCES.get(name, 1e-12)
     for log, its in zip(whole.recorder.logs, found["logs"], strict=True):
         assert its == pytest.approx(log, rel=1e-4, abs=1e-6)
     (sizes, retries), (its_sizes, its_retries) = found["ran"]

@@ -462,11 +462,11 @@ def test_representations_without_a_row_a_sample_are_refused(kind, size):
 @pytest.mark.parametrize("size", [SAMPLES, 4], ids=["whole", "in parts"])
 @pytest.mark.parametrize(
     "wrap",
-    [lambda one: autobatch.Mean(one, 3), autobatch.PerStep, lambda one: {"loss": one}, lambda one: 3],
-    ids=["Mean", "PerStep", "a dict", "a number"],
+    [lambda one: autobatch.Mean(one, 0), autobatch.PerStep, lambda one: {"loss": one}, lambda one: 3],
+    ids=["a count of 0", "PerStep", "a dict", "a number"],
 )
-def test_losses_with_counts_or_terms_are_refused(wrap, size):
-    """The loss is over the whole batch already, in one micro-batch and in several."""
+def test_losses_of_nothing_or_with_terms_are_refused(wrap, size):
+    """The loss is one number over the whole batch, in one micro-batch and in several."""
     model, batch = make_model(), make_batch()
     step = autobatch.WholeBatch(represent, lambda rows, batch: wrap(clip(model).loss(rows, batch)))
     with pytest.raises(InvalidArgument, match="loss of WholeBatch"):

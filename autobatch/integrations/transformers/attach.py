@@ -57,8 +57,9 @@ def attach(
         InvalidArgument: The Trainer is not supported; the message says what to do instead. Or an argument is not valid.
         InexactSplit: Its loss is known to compare samples, and ``check="raise"``.
 
-    On one rank the losses of sentence-transformers that compare samples, such as MultipleNegativesRankingLoss, run as a
-    ``WholeBatch``. ``train()`` then raises what ``fit``, ``verify`` and ``Runner`` raise; ``InexactSplit`` for a loss
+    The losses of sentence-transformers that compare samples, such as MultipleNegativesRankingLoss, run as a
+    ``WholeBatch``. On several ranks each compares its own samples, or those of all with ``gather_across_devices=True``,
+    as in the library. ``train()`` raises what ``fit``, ``verify`` and ``Runner`` raise; ``InexactSplit`` for a loss
     that has none of these readings, or that compares samples in another way.
     """
     refuse_unknown("attach()", options, ["target_batch", "weigh", *names_of(IntegrationOptions)])

@@ -40,7 +40,7 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.result import StepResult
 from autobatch.runner import Runner
-from autobatch.step.whole_batch import WholeBatch
+from autobatch.step.whole_batch import RankBatch, WholeBatch
 from autobatch.undo.undo import Undo
 
 _log = logging.getLogger("autobatch")
@@ -152,7 +152,7 @@ class TrainingStep:
     def _choose_step(self) -> dict[str, Any]:
         if self._step.whole is None:
             return {"step": self._run, "weigh": self._count}
-        return {"step": WholeBatch(self._represent, self._compare)}
+        return {"step": self._step.whole.kind(self._represent, self._compare)}
 
     def _represent(self, model: nn.Module, micro_batch: Any) -> Any:
         step = cast("WholeBatch", cast("LossRule", self.rule).as_step())
@@ -160,7 +160,7 @@ class TrainingStep:
 
     def _compare(self, embeddings: Any, batch: Any) -> Any:
         step = cast("WholeBatch", cast("LossRule", self.rule).as_step())
-        return step.loss(embeddings, batch)
+        return step.loss(embeddings, batch.read_own() if isinstance(batch, RankBatch) else batch)
 
     def _run(self, model: nn.Module, micro_batch: Any) -> Any:
         return cast("LossRule", self.rule).run(model, micro_batch)

@@ -64,7 +64,7 @@ class WholeBatchRun(DryRun):
             joined = tree_unflatten([one if one is None else torch.cat([one]) for one in kept], nest)
             with self._user.watch():
                 losses, aux = split_output(self._call(partial(self._step.loss, joined), batch, is_placed=is_placed))
-            loss = read_loss(losses)
+            loss, _ = read_loss(losses)
             check_leaves(loss, self._leaves)
         self.recorder.log.phase = "loss"
         with original_errors():
