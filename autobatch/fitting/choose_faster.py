@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from autobatch.fitting.choose_blocks import describe, held_bytes, measure
 from autobatch.fitting.make_plan import Request
 from autobatch.fitting.trials import Trials
-from autobatch.memory.oom import describe_error
 from autobatch.records import Trial
 from autobatch.step.whole_batch import WholeBatch
 from autobatch.strategies.blocks import find_blocks
 from autobatch.strategies.faster import MARGIN, FasterChoice, faster_choices, read_costs, saved_time
-
-_LOG = logging.getLogger("autobatch")
 
 _MOST_TRIED = 3
 """Choices that are tried; further ones are predicted to be slower, and differ little from these."""
@@ -35,8 +31,7 @@ def choose_faster(request: Request, trials: Trials, size: int, larger: Sequence[
         return size
     try:
         measured = measure(request, trials, blocks, least)
-    except Exception as error:  # noqa: BLE001 - the step itself has run; only its graph cannot be cut
-        _LOG.debug("strategies= changes nothing: blocks could not be measured (%s)", describe_error(error))
+    except Exception:  # noqa: BLE001 - the step itself has run; only its graph cannot be cut
         return size
     is_comparable = not (isinstance(request.workload.step, WholeBatch) or request.lengths)
     if isinstance(measured, str) or not is_comparable or request.wanted.objective == "memory":
@@ -66,9 +61,9 @@ def choose_faster(request: Request, trials: Trials, size: int, larger: Sequence[
     for _ in range(_REPEATS):
         plain = _run_again(trials, (), size)
         trial = _run_again(trials, best.blocks, best.size)
-    if (saving := saved_time(plain, trial, samples)) < MARGIN:
-        trials.recompute(())
-        return size
+        if (saving := saved_time(plain, trial, samples)) < MARGIN:
+            trials.recompute(())
+            return size
     trials.checkpointing = describe(
         trials,
         measured,

@@ -27,7 +27,7 @@ TOO_LOW = 1.035
 """How much a measured peak may be below its prediction: up to 3.3 % in all 256 choices of 8 blocks of four widths."""
 
 _MOST_CHOICES = 20_000
-"""Most choices that are compared, which takes about a second. Up to 7 kinds of 3 blocks each have fewer."""
+"""Most choices that are compared, each by its prediction; 7 kinds of 3 blocks have fewer."""
 
 _WIDER = 1.3
 """Blocks whose costs and bytes differ by up to this factor, or a power of it, count as one kind if there are more."""

