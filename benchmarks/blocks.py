@@ -127,8 +127,7 @@ def _run_alone(function: str, *arguments: float) -> tuple[dict[str, float] | Non
     )
     if ran.returncode == 0 and ran.stdout:
         return json.loads(ran.stdout), ""
-    last = ran.stderr.strip().splitlines()[-1:] or [""]
-    return None, f"ended with {ran.returncode}: {last[0][:120]}"
+    return None, f"ends its process here (exit code {ran.returncode})"
 
 
 def measure(blocks: int = 24, width: int = 64, length: int = 128) -> Table:
@@ -166,7 +165,7 @@ def measure(blocks: int = 24, width: int = 64, length: int = 128) -> Table:
         f"peaks and times are parts of the plain ones. The last columns are torch.compile (aot_eager) with "
         f"PyTorch's activation_memory_budget, beside the same without: what it keeps, its time, and by how much the "
         f"gradient changes from the same seed, while the loss changes by {changed:.0e}. PyTorch's Auto-SAC "
-        f"{ending or 'ran'}. {describe_machine()}.",
+        f"{ending or 'runs'}. {describe_machine()}.",
         ("budget", f"blocks of {blocks}", "peak", "time", "by the plan", "trials", "kept", "time", "gradient off"),
         rows,
     )
