@@ -3,13 +3,19 @@
     PYTHONPATH=. python benchmarks/blocks.py
 
 Budgets are parts of what one sample needs plainly. Times are of one forward and backward pass without a budget, in
-turn, the shortest of several, on one thread.
+turn, the shortest of several, on one thread. PyTorch's own ways run in processes of their own: Auto-SAC's estimator,
+which may end its process, and ``activation_memory_budget`` with ``torch.compile``, at the same parts.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +34,7 @@ __all__ = ["measure"]
 _BUDGETS = (0.9, 0.7, 0.5, 0.35)
 _REPEATS = 4
 _WORDS = 500
+_HERE = Path(__file__).parent
 
 
 Step = Callable[[nn.Module, Any], Any]
@@ -68,6 +75,61 @@ def _time(ways: dict[str, Step], model: nn.Module, texts: torch.Tensor) -> dict[
     return seconds
 
 
+def compile_with_budget(blocks: int, width: int, length: int, part: float) -> None:
+    """Print what PyTorch's memory budget keeps, its time and the change of the gradient; in its own process."""
+    import torch._functorch.config as functorch  # noqa: PLC0415
+
+    found = []
+    for budget in (1.0, part):
+        torch.compiler.reset()
+        functorch.activation_memory_budget = budget
+        torch.manual_seed(0)
+        model, texts = _Texts(blocks, width), torch.randint(_WORDS, (1, length))
+        compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+        _step(compiled, texts).backward()
+        seconds = _time({"": _step}, compiled, texts)[""]
+        model.zero_grad()
+        torch.manual_seed(1)
+        kept: dict[int, torch.Tensor] = {}  # memory is not counted inside compiled code: what it saves is
+        with torch.autograd.graph.saved_tensors_hooks(partial(_keep, kept), lambda one: one):
+            loss = _step(compiled, texts)
+        held = {one.data_ptr() for one in model.parameters()}
+        byte_count = sum(one.untyped_storage().nbytes() for at, one in kept.items() if at not in held)
+        loss.backward()
+        found.append((byte_count, seconds, torch.cat([one.grad.flatten() for one in model.parameters()]), float(loss)))
+    (plain_kept, plain_seconds, plain, loss), (kept_bytes, seconds, gradient, other) = found
+    error = float((gradient - plain).norm() / plain.norm())
+    ratios = {"kept": kept_bytes / plain_kept, "time": seconds / plain_seconds, "loss": abs(other / loss - 1)}
+    print(json.dumps({**ratios, "error": error}))
+
+
+def _keep(kept: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    kept[tensor.untyped_storage().data_ptr()] = tensor
+    return tensor
+
+
+def estimate_with_auto_sac(blocks: int, width: int, length: int) -> None:
+    """Run the estimator of PyTorch's Auto-SAC, from which its solver chooses; in its own process."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+    from torch.distributed._tools.sac_estimator import SACEstimator  # noqa: PLC0415
+
+    with FakeTensorMode():
+        model, texts = _Texts(blocks, width), torch.randint(_WORDS, (1, length))
+        with SACEstimator()("operator-level-cost-model"):
+            _step(model, texts).backward()
+
+
+def _run_alone(function: str, *arguments: float) -> tuple[dict[str, float] | None, str]:
+    """Run a function of this file in its own process; return what it printed, or how it ended."""
+    program = f"import torch; torch.set_num_threads(1); import blocks; blocks.{function}{arguments}"
+    ran = subprocess.run(  # noqa: S603 - a function of this file
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=_HERE
+    )
+    if ran.returncode == 0 and ran.stdout:
+        return json.loads(ran.stdout), ""
+    return None, f"ends its process here (exit code {ran.returncode})"
+
+
 def measure(blocks: int = 24, width: int = 64, length: int = 128) -> Table:
     """Fit at each budget; a budget in which no choice fits is refused."""
     torch.manual_seed(0)
@@ -80,22 +142,31 @@ def measure(blocks: int = 24, width: int = 64, length: int = 128) -> Table:
         ways = {"plain": _step, **{name: recompute(workload, taken).step for name, taken in chosen.items()}}
         ways["every block"] = recompute(workload, every).step
         seconds = _time(ways, model, texts[:1])
+    own = {part: _run_alone("compile_with_budget", blocks, width, length, part)[0] for part in _BUDGETS}
+    _, ending = _run_alone("estimate_with_auto_sac", blocks, width, length)
     rows, most = [], 0
     for part, plan in plans.items():
+        ratios = own[part]
+        theirs = ["", "", ""] if ratios is None else [f"{ratios[one]:.2f}" for one in ("kept", "time", "error")]
         if plan is None:
-            rows.append((f"{part}", "none fits", "", "", "", ""))
+            rows.append((f"{part}", "none fits", "", "", "", "", *theirs))
             continue
         found, slower = plan.checkpointing, seconds[str(part)] / seconds["plain"]
         most = min((one.peak_reserved for one in plan.trials if one.outcome == "fits"), default=0)
         peak, said = f"{plan.peak_bytes / need:.2f}", f"{1 + found.slowdown:.2f}"
-        rows.append((f"{part}", f"{len(found.blocks)}", peak, f"{slower:.2f}", said, f"{len(plan.trials)}"))
+        counts = f"{len(found.blocks)}", peak, f"{slower:.2f}", said, f"{len(plan.trials)}"
+        rows.append((f"{part}", *counts, *theirs))
     slower = seconds["every block"] / seconds["plain"]
-    rows.append(("every block", f"{blocks}", f"{most / need:.2f}", f"{slower:.2f}", "", ""))
+    rows.append(("every block", f"{blocks}", f"{most / need:.2f}", f"{slower:.2f}", *[""] * 5))
+    changed = max((one["loss"] for one in own.values() if one is not None), default=0.0)
     return Table(
         "Blocks that are recomputed",
-        f"A transformer of {blocks} blocks; one sample needs {need / 2**20:.0f} MiB plainly. Budgets, peaks and times "
-        f"are parts of the plain ones. {describe_machine()}.",
-        ("budget", f"blocks of {blocks}", "peak", "time", "time by the plan", "trials"),
+        f"A transformer of {blocks} blocks with dropout; one sample needs {need / 2**20:.0f} MiB plainly. Budgets, "
+        f"peaks and times are parts of the plain ones. The last columns are torch.compile (aot_eager) with "
+        f"PyTorch's activation_memory_budget, beside the same without: what it keeps, its time, and by how much the "
+        f"gradient changes from the same seed, while the loss changes by {changed:.0e}. PyTorch's Auto-SAC "
+        f"{ending or 'runs'}. {describe_machine()}.",
+        ("budget", f"blocks of {blocks}", "peak", "time", "by the plan", "trials", "kept", "time", "gradient off"),
         rows,
     )
 

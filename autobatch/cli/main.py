@@ -143,6 +143,10 @@ def fit(
         Literal["throughput", "memory"] | None,
         typer.Option(help="The fewest steps, or the smallest micro-batch within 2 percent of the best rate."),
     ] = None,
+    strategies: Annotated[
+        Literal["auto"] | None,
+        typer.Option(help="Recompute blocks of the model where that makes a step fit, or faster."),
+    ] = None,
     no_reuse: Annotated[
         bool, typer.Option("--no-reuse", help="Search, even if an earlier plan could be confirmed.")
     ] = False,
@@ -151,7 +155,7 @@ def fit(
 ) -> Answer:
     """Run a few sizes within the budget and plan the target batch for this machine."""
     options = {"target_batch": target_batch, "budget": budget, "headroom": headroom, "objective": objective}
-    options |= {"max_micro_batch": max_micro_batch, "reuse": False if no_reuse else None}
+    options |= {"max_micro_batch": max_micro_batch, "strategies": strategies, "reuse": False if no_reuse else None}
     import_torch()
     from autobatch.cli.model_commands import fit_model  # noqa: PLC0415
 

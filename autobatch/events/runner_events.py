@@ -25,7 +25,7 @@ class StepEvent(Event):
 
 
 class Retried(StepEvent):
-    """A step ran out of memory, was undone and runs again in smaller micro-batches.
+    """A step ran out of memory, was undone and runs again in smaller micro-batches, or recomputes blocks from then on.
 
     Attributes:
         failed_size: Samples in the micro-batch that did not fit.
@@ -34,6 +34,7 @@ class Retried(StepEvent):
         budget_bytes: Bytes that the process may hold.
         reason: First line of the error.
         sums_in_each: Whether the size stays, and gradients of sharded parameters are summed in each micro-batch now.
+        recomputed: Number of further blocks that are recomputed from now on, since no smaller micro-batch can run.
         inexact: Reason why splitting this step is not exact, as the plan's check found; empty if it is exact.
     """
 
@@ -43,6 +44,7 @@ class Retried(StepEvent):
     budget_bytes: int
     reason: str
     sums_in_each: bool = False
+    recomputed: int = 0
     inexact: str = ""
     level: ClassVar[int] = logging.WARNING  # a retry costs time
 
@@ -51,6 +53,8 @@ class Retried(StepEvent):
         what = f"ran out of memory at {failed} and runs again with at most {self.new_size}"
         if self.sums_in_each:
             what = f"ran out of memory at {failed} and runs again with a sum of gradients in each micro-batch"
+        if self.recomputed:
+            what = f"ran out of memory at {failed} and recomputes {plural(self.recomputed, 'block')} more from now on"
         return (
             f"{self.source}step {self.step} {what}; "
             f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} "

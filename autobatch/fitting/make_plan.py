@@ -178,6 +178,7 @@ def make_plan(request: Request, found: Found, checked: Checked, ranks: Sequence[
         padding=found.batch.by_length.padding if found.batch.by_length else Padding(),
         savings=found.savings,
         checkpointing=found.checkpointing,
+        recomputable=found.recomputable,
         summing=choose_summing(found.summing_trials),
         summing_trials=found.summing_trials,
         dataset_samples=count_dataset(request.batch),

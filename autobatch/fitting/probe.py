@@ -57,6 +57,7 @@ class Readings:
     optimizer: MemoryUsage = field(default_factory=MemoryUsage)
     retries_before: int = 0  # how often the allocator had freed its cache before the trial
     seconds: float = 0.0
+    update_seconds: float = 0.0
     phase: Phase = "forward"
 
     @contextmanager
@@ -85,6 +86,7 @@ class Readings:
             optimizer_peak=self.optimizer.peak_allocated,
             alloc_retries=retries,
             seconds=self.seconds,
+            update_seconds=self.update_seconds,
             backward_allocated=self.backward.peak_allocated,
             backward_reserved=self.backward.peak_reserved,
             resident_bytes=self.resident,
@@ -154,8 +156,18 @@ class Probe:
         It runs twice: first its writes are recorded, which takes time of its own.
         """
         self.device.watch(self.workload.resident_tensors())
-        reason = self._attempt(lambda samples: action(self._copy_batch(samples).batch), size, records=True)
-        return reason or self._attempt(lambda samples: action(self._copy_batch(samples).batch), size)
+        reason = None
+        try:
+            for records in (True, False):
+                run = partial(self._run_on_copies, action)
+                reason = reason or self._attempt(run, size, records=records)
+        except BaseException:
+            self.state.rewind()
+            raise
+        return reason
+
+    def _run_on_copies(self, action: Callable[[Any], object], size: int) -> None:
+        action(self._copy_batch(size).batch)
 
     def find_smallest(self) -> int:
         """Return the fewest samples whose forward pass runs: 1, or 2 if one alone raises an error (trials run two)."""
@@ -253,10 +265,13 @@ class Probe:
         started = time.perf_counter()
         with now.read(self.device, "backward"):
             accumulated = self._accumulate(batches, size)
+        updating = time.perf_counter()
         with now.read(self.device, "optimizer"):
             self._update()
+        now.update_seconds = time.perf_counter() - updating
         del accumulated  # not before: in training its loss is held during the optimizer's step, too
-        now.seconds = (time.perf_counter() - started) * 2 * size / sum(one.count for one in batches)
+        passes = (updating - started) * 2 * size / sum(one.count for one in batches)
+        now.seconds = passes + now.update_seconds
         self._drop_gradients()
         left, grown = self.device.usage().allocated - before.allocated, now.backward.peak_allocated
         self._holds_activations = self._holds_activations or left > _LITTLE * (grown - before.allocated)

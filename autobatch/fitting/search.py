@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ from autobatch.batch.tree import count_bytes, tensors_of
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import PlanRecalled, PlanRefused, emit
 from autobatch.fitting.choose_blocks import choose_blocks
+from autobatch.fitting.choose_faster import choose_faster
 from autobatch.fitting.make_plan import ExampleBatch, Found, Request
 from autobatch.fitting.trials import Trials, find_candidates
 from autobatch.planning.division import balance, least_size
@@ -48,12 +50,12 @@ def search(request: Request) -> Found:
         is_doubtful = target > 1 and may_refuse_one_sample(workload.model)
         smallest = trials.probe.find_smallest() if is_doubtful else 1
         confirmed = _confirm(request, trials, known, smallest)
-        size = confirmed.micro_batch_size if confirmed else _search_size(request, trials, smallest)
+        size = confirmed.micro_batch_size if confirmed else _find_size(request, trials, smallest)
         # With a size of 2 an odd target has a micro-batch of one sample, which has not run.
         if not is_doubtful and min(balance(target, size)) < size == 2:
             smallest = trials.probe.find_smallest()
             if smallest > 1:
-                size = _search_size(request, trials, smallest)
+                size = _find_size(request, trials, smallest)
                 confirmed = confirmed if size == 2 else None
         summing_trials = _try_summings(request, trials, size) if target > size else {}
         sizes: tuple[SizeAtLength, ...] = ()
@@ -103,7 +105,7 @@ def settle(request: Request, found: Found, samples: int) -> Found:
         return replace(found, size=size)
     request = replace(request, wanted=request.wanted.model_copy(update={"target_batch": samples}))
     trials = Trials(request, found.batch, _hold_whole_batch(request, found.batch.example)[0])
-    trials.apply(found.checkpointing)
+    trials.apply(found.checkpointing, found.recomputable)
     with torch.enable_grad():
         trial = trials.run(size)
     if trial.outcome != "fits":
@@ -156,24 +158,39 @@ def _confirm(request: Request, trials: Trials, known: str, smallest: int) -> Pla
         return None
     if not reason:
         emit(PlanRecalled(plan_id=plan.id, micro_batch_size=plan.micro_batch_size, **request.whose), request.hooks)
-        trials.apply(plan.checkpointing)
+        trials.apply(plan.checkpointing, plan.recomputable)
         reason = why_not_confirmed(plan, trials.run(plan.micro_batch_size), request.allowance.limit_bytes)
     if reason:
-        trials.apply(None)
+        trials.apply(None, ())
         emit(PlanRefused(plan_id=plan.id, reason=reason, **request.whose), request.hooks)
         return None
     return plan
 
 
-def _search_size(request: Request, trials: Trials, smallest: int) -> int:
-    wanted, memory = request.wanted, request.memory
+def _find_size(request: Request, trials: Trials, smallest: int) -> int:
+    """Return the size of the plan; blocks are recomputed where strategies make a size fit, or a step faster."""
     sizes = find_candidates(request, smallest)
+    size = _search_size(request, trials, smallest, sizes)
+    if request.strategies and trials.checkpointing is None:
+        least = min(smallest, sizes[0])
+        if size is not None:
+            return choose_faster(request, trials, size, [one for one in sizes if one > size], least)
+        choose_blocks(request, trials, least)
+        size = _search_size(request, trials, smallest, sizes)
+    if size is None:
+        raise DoesNotFit(trials.explain(explain_smallest(request.workload.model) if smallest > 1 else ""))
+    return size
+
+
+def _search_size(request: Request, trials: Trials, smallest: int, sizes: Sequence[int]) -> int | None:
+    """Return the best size with the blocks recomputed that are now; ``None`` if none fits."""
+    wanted, memory = request.wanted, request.memory
     question = Question(
         bound=wanted.max_micro_batch,
         limit_bytes=request.allowance.limit_bytes,
         measures=memory.measures,
         smallest_probe=min(smallest, sizes[0]),
-        candidates=sizes,
+        candidates=tuple(sizes),
     )
     # On CUDA a trial costs more than a prediction. A prediction cannot gather sharded parameters from other ranks, and
     # knows no second pass and no blocks that are recomputed.
@@ -185,13 +202,7 @@ def _search_size(request: Request, trials: Trials, smallest: int) -> int:
     for policy in (next_size, next_smaller_size) if wanted.objective == "memory" else (next_size,):
         while (size := policy(question, trials.done)) is not None:
             trials.run(size)
-    chosen = choose_size(question, trials.done, wanted.objective)
-    if chosen is None and request.strategies and trials.checkpointing is None:
-        trials.checkpointing = choose_blocks(request, trials, min(smallest, sizes[0]))
-        return _search_size(request, trials, smallest)
-    if chosen is None:
-        raise DoesNotFit(trials.explain(explain_smallest(request.workload.model) if smallest > 1 else ""))
-    return chosen
+    return choose_size(question, trials.done, wanted.objective)
 
 
 def _predict(request: Request, trials: Trials, question: Question) -> Question:

@@ -22,11 +22,11 @@ class Trials:
     """Runs the trials of one search."""
 
     def __init__(self, request: Request, batch: ExampleBatch, whole: Layout) -> None:
-        self.done: list[Trial] = []  # of the longest samples if lengths differ
+        self.blocks: tuple[str, ...] = ()  # that are recomputed now
+        self._by_blocks: dict[tuple[str, ...], list[Trial]] = {(): []}
         self.shorter: list[Trial] = []
-        self.earlier: list[Trial] = []  # with other blocks recomputed
-        self.checkpointing: Checkpointing | None = None  # of the trials from now on
-        self.recomputable: tuple[str, ...] = ()
+        self.checkpointing: Checkpointing | None = None  # of the plan
+        self.recomputable: tuple[str, ...] = ()  # blocks that are known to give the same gradient
         self.forecast: tuple[tuple[int, int], ...] = ()  # predicted bytes by size
         self.batch, self.samples = batch, whole  # a trial of any size repeats these samples
         if batch.by_length is not None:
@@ -36,7 +36,17 @@ class Trials:
         division, target = request.division, wanted.target_batch
         options = allowance.limit_bytes, request.state, wanted.accumulate_in_float32, target, division.target
         self.probe = Probe(request.workload, self.samples, request.memory, *options, shared=division.trials)
-        self._request, self._checkpointed = request, 0
+        self._request = request
+
+    @property
+    def done(self) -> list[Trial]:
+        """Trials with the blocks recomputed that are recomputed now; of the longest samples if lengths differ."""
+        return self._by_blocks[self.blocks]
+
+    @property
+    def earlier(self) -> list[Trial]:
+        """Trials with other blocks recomputed."""
+        return [trial for blocks, trials in self._by_blocks.items() if blocks != self.blocks for trial in trials]
 
     def run(self, size: int) -> Trial:
         """Try a size; raise DoesNotFit instead of the error of a layer that needs more than one sample."""
@@ -55,20 +65,20 @@ class Trials:
         return self._note(self.probe.run(size), length, self.shorter)
 
     def recompute(self, blocks: Sequence[str]) -> None:
-        """Recompute these blocks in the trials from now on; earlier trials say nothing about them.
+        """Recompute these blocks in the trials from now on; ``done`` has those that did before."""
+        self.blocks = tuple(blocks)
+        self._by_blocks.setdefault(self.blocks, [])
+        self.probe.workload = recompute(self._request.workload, blocks) if blocks else self._request.workload
 
-        The first ones are all that can be recomputed.
-        """
-        self.earlier += self.done
-        self.done = []
-        self.recomputable = self.recomputable or tuple(blocks)
-        self.probe.workload = recompute(self._request.workload, blocks)
-        self._checkpointed = len(blocks)
-
-    def apply(self, found: Checkpointing | None) -> None:
-        """Recompute the blocks of an earlier plan."""
+    def apply(self, found: Checkpointing | None, recomputable: Sequence[str]) -> None:
+        """Recompute the blocks of an earlier plan, or none; the plan knows these that can be recomputed."""
         self.recompute(() if found is None else found.blocks)
-        self.checkpointing, self.recomputable = found, () if found is None else found.blocks
+        self.checkpointing, self.recomputable = found, tuple(recomputable)
+
+    def fastest(self, size: int) -> Trial:
+        """Return the fastest trial of a size that fits."""
+        fitting = [trial for trial in self.done if trial.micro_batch_size == size and trial.outcome == "fits"]
+        return min(fitting, key=lambda trial: trial.pass_seconds)
 
     def try_summing(self, size: int, summing: Summing) -> Trial:
         self.probe.summing = summing
@@ -87,7 +97,7 @@ class Trials:
         return explain_refusal(smallest, reason, *limits, device, savings=self.probe.savings)
 
     def _note(self, trial: Trial, length: int | None, trials: list[Trial]) -> Trial:
-        trial = trial.model_copy(update={"length": length, "checkpointed": self._checkpointed})
+        trial = trial.model_copy(update={"length": length, "checkpointed": len(self.blocks)})
         trials.append(trial)
         limit_bytes = self._request.allowance.limit_bytes
         emit(TrialFinished(trial=trial, limit_bytes=limit_bytes, **self._request.whose), self._request.hooks)

@@ -34,6 +34,7 @@ from autobatch.records import (
     Summing,
     Trial,
     Verdict,
+    refuse_nested,
 )
 
 
@@ -115,7 +116,10 @@ class PlanRecord(Record):
         summing: How often gradients of sharded parameters are summed over the ranks.
         summing_trials: Trials at ``micro_batch_size`` that this was chosen by.
         savings: Ways in which the step saves memory already, as far as its first run showed.
-        checkpointing: Blocks that are recomputed in the backward pass, so that a micro-batch fits; ``None`` without.
+        checkpointing: Blocks that are recomputed in the backward pass, so that a micro-batch fits or a step is faster;
+            ``None`` without.
+        recomputable: Blocks that a Runner may recompute where one sample does not fit any more, with the same gradient;
+            empty without ``strategies=``.
         identity: Traits of the model and the optimizer, so that a runner can warn of others; ``None`` if unknown.
     """
 
@@ -165,6 +169,7 @@ class PlanRecord(Record):
     summing: Summing = IN_EACH
     summing_trials: dict[Summing, Trial] = Field(default_factory=dict)
     checkpointing: Checkpointing | None = None
+    recomputable: Annotated[tuple[Text, ...], LISTED] = ()
 
     def __hash__(self) -> int:
         """Hash a few fields; ``batch_lists`` is a dict, which has no hash."""
@@ -204,6 +209,8 @@ class PlanRecord(Record):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> PlanRecord:
+        chosen = () if self.checkpointing is None else self.checkpointing.blocks
+        refuse_nested([*self.recomputable, *(block for block in chosen if block not in self.recomputable)])
         for message in (*self._check_shares(), *self._check_ranks(), *self._check_sizes()):
             raise ValueError(message)
         return self

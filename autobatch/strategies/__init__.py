@@ -1,1 +1,1 @@
-"""Makes a step fit whose smallest micro-batch does not: which blocks are recomputed in the backward pass."""
+"""Chooses blocks to recompute in the backward pass, so that a step fits or is faster."""

@@ -6,7 +6,7 @@ copies of the model, nothing has changed. The backward pass needs no more, since
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -26,63 +26,103 @@ from autobatch.step.workload import Workload
 Forward = Callable[..., Any]
 
 
-def checkpointed(workload: Workload, chosen: Checkpointing | None) -> Workload:
-    """Return the workload whose step recomputes the chosen blocks; raise InvalidArgument if that cannot be done."""
-    if chosen is None:
-        return workload
-    if is_compiled(workload.model, workload.step):
+def checkpointed(workload: Workload, chosen: Checkpointing | None, recomputable: Sequence[str] = ()) -> Workload:
+    """Return the workload whose step recomputes the chosen blocks, and can recompute the others where memory ends.
+
+    Raises:
+        InvalidArgument: A chosen block is not in the model, or the model is compiled.
+    """
+    can_switch = not is_compiled(workload.model, workload.step)
+    if chosen is not None and not can_switch:
         raise InvalidArgument(
             f"the plan recomputes {plural(len(chosen.blocks), 'block')}, which is not supported with torch.compile: "
             f"pass the model that is not compiled, or run fit() without strategies="
         )
-    return recompute(workload, chosen.blocks)
+    known = {name for name, _ in workload.model.named_modules()}
+    reserve = recomputable if can_switch and known.issuperset(recomputable) else ()
+    blocks = () if chosen is None else chosen.blocks
+    return recompute(workload, blocks, reserve) if blocks or reserve else workload
 
 
-def recompute(workload: Workload, blocks: Sequence[str]) -> Workload:
+def recompute(workload: Workload, blocks: Sequence[str], reserve: Sequence[str] = ()) -> Workload:
     """Return the workload whose step recomputes the modules of these names in its backward pass."""
-    modules, step = find_modules(workload.model, blocks), workload.step
+    own = find_modules(workload.model, blocks), find_modules(workload.model, reserve)
+    step = workload.step
     if isinstance(step, WholeBatch):
-        whole: Any = replace(step, represent=CheckpointedStep(step.represent, modules))
+        whole: Any = replace(step, represent=CheckpointedStep(step.represent, *own))
         return workload.around(whole, weigh=workload.weigh)
-    return workload.around(CheckpointedStep(step, modules), weigh=workload.weigh)
+    return workload.around(CheckpointedStep(step, *own), weigh=workload.weigh)
 
 
-def find_modules(model: nn.Module, names: Sequence[str]) -> tuple[nn.Module, ...]:
+def recompute_more(workload: Workload) -> int:
+    """Let the step recompute the blocks in reserve too; return the number of blocks that it did not recompute yet."""
+    step: Any = workload.step
+    step = step.represent if isinstance(step, WholeBatch) else step
+    return step.recompute_more() if isinstance(step, CheckpointedStep) else 0
+
+
+def find_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     known = dict(model.named_modules())
     if missing := [name for name in names if name not in known]:
         raise InvalidArgument(
             f"the plan recomputes {plural(len(names), 'block')}, and {type(model).__name__} has no {missing[0]}: pass "
             f"the model that the plan was made for, or run fit() again"
         )
-    return tuple(known[name] for name in names)
+    return {name: known[name] for name in names}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CheckpointedStep:
     """A step that recomputes some blocks in its backward pass.
 
     Attributes:
         step: The step itself.
-        blocks: Modules that are recomputed; none is inside another.
+        blocks: Modules that are recomputed, by name; none is inside another.
+        reserve: Modules that are recomputed too after ``recompute_more``.
     """
 
     step: Callable[[nn.Module, Any], Any]
-    blocks: tuple[nn.Module, ...]
+    blocks: Mapping[str, nn.Module]
+    reserve: Mapping[str, nn.Module]
+
+    def recompute_more(self) -> int:
+        """Recompute the blocks in reserve too; return the number of blocks that were not recomputed yet."""
+        before = len(self.blocks)
+        self.blocks = {**self.blocks, **self.reserve}
+        vars(self).pop("_norms", None)
+        return len(self.blocks) - before
 
     @cached_property
     def _norms(self) -> list[_BatchNorm]:
-        modules = [module for block in self.blocks for module in block.modules()]
+        modules = [module for block in self.blocks.values() for module in block.modules()]
         return [one for one in modules if isinstance(one, _BatchNorm) and one.track_running_stats]
 
     def __call__(self, model: nn.Module, samples: Any) -> Any:
-        """Return what the step returns; raise InvalidArgument for statistics that a recomputation would move again."""
+        """Return what the step returns.
+
+        Raises:
+            InvalidArgument: A block is another module now, or has statistics that a recomputation would move again.
+        """
         if any(one.training for one in self._norms):
             raise InvalidArgument(
                 "a BatchNorm is in train mode in a block that is recomputed, so its statistics would move twice: set "
                 "it to eval mode, as it was in fit(), or run fit() again"
             )
-        with replaced_forward(self.blocks, lambda _, forward: recomputing(forward)):
+        for name, block in self.blocks.items():
+            if _find(model, name) is not block:
+                raise InvalidArgument(
+                    f"the plan recomputes {name}, which was replaced by another module since the Runner was made: "
+                    f"run fit() again"
+                )
+        with replaced_forward([*self.blocks.values()], lambda _, forward: recomputing(forward)):
             return self.step(model, samples)
+
+
+def _find(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 @contextmanager

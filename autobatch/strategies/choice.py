@@ -20,14 +20,17 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from itertools import product
 
-from autobatch._bounds import SHORTEST, Bytes, Count, Seconds, Text
+from autobatch._bounds import Bytes, Count, Seconds, Text
 from autobatch.records import Record
 
 TOO_LOW = 1.035
 """How much a measured peak may be below its prediction: up to 3.3 % in all 256 choices of 8 blocks of four widths."""
 
 _MOST_CHOICES = 20_000
+"""Most choices that are compared, each by its prediction; 7 kinds of 3 blocks have fewer."""
+
 _WIDER = 1.3
+"""Blocks whose costs and bytes differ by up to this factor, or a power of it, count as one kind if there are more."""
 
 
 class BlockRun(Record):
@@ -43,7 +46,6 @@ class BlockRun(Record):
         again_bytes: Most bytes at once while it is recomputed and runs backward.
         flops: Operations of its forward pass.
         seconds: Time of its forward pass.
-        step_seconds: Time of its forward and backward pass.
     """
 
     block: Text
@@ -55,7 +57,6 @@ class BlockRun(Record):
     again_bytes: Bytes
     flops: Count
     seconds: Seconds
-    step_seconds: Seconds
 
     @property
     def cost(self) -> float:
@@ -92,10 +93,9 @@ def cost_of(runs: Sequence[BlockRun], chosen: Collection[str]) -> float:
     return sum(run.cost for run in runs if run.block in chosen)
 
 
-def slowdown_of(runs: Sequence[BlockRun], chosen: Collection[str], head_seconds: float) -> float:
-    """Return the time of the recomputation as a part of a plain step; its times were measured one after the other."""
-    again = sum(run.seconds for run in runs if run.block in chosen)
-    return again / max(sum(run.step_seconds for run in runs) + head_seconds, SHORTEST)
+def again_seconds(runs: Sequence[BlockRun], chosen: Collection[str]) -> float:
+    """Return the time that recomputing these blocks takes; their forward passes were measured one after the other."""
+    return sum(run.seconds for run in runs if run.block in chosen)
 
 
 def choices(runs: Sequence[BlockRun]) -> Iterator[tuple[str, ...]]:

@@ -59,9 +59,9 @@ def check_rank(plan: Plan, rank: int, size: int) -> None:
 
 
 def make_workload(plan: Plan, model: nn.Module, step: Step | None, weigh: Weigh | None, optimizer: Any) -> Workload:
-    """Return the workload of a Runner; its step recomputes the blocks that the plan names."""
+    """Return the workload of a Runner; its step recomputes the blocks that the plan names, more if memory ends."""
     workload = Workload(model, default_step if step is None else step, weigh, optimizer, "autobatch.Runner")
-    return checkpointed(workload, plan.checkpointing)
+    return checkpointed(workload, plan.checkpointing, plan.recomputable)
 
 
 def make_accumulation(

@@ -82,7 +82,9 @@ class StepEvents:
         """Report earlier gradients that became part of the step."""
         emit(GradientsFound(step=step, **self._of), self._hooks)
 
-    def report_retry(self, step: int, shortage: Shortage, new_size: int, used_bytes: int) -> None:
+    def report_retry(
+        self, step: int, shortage: Shortage, new_size: int, used_bytes: int, *, recomputed: int = 0
+    ) -> None:
         retried = Retried(
             step=step,
             failed_size=shortage.failed_size,
@@ -91,6 +93,7 @@ class StepEvents:
             budget_bytes=self._plan.budget_bytes,
             reason=shortage.reason,
             sums_in_each=shortage.has_held_sums,
+            recomputed=recomputed,
             inexact=self._inexact,
             **self._of,
         )

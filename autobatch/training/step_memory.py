@@ -27,6 +27,7 @@ from autobatch.records import Summing
 from autobatch.report.advice import PHASES
 from autobatch.step.model_info import explain_smallest, is_compiled
 from autobatch.step.workload import Workload
+from autobatch.strategies.checkpointing import recompute_more
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation_state import Shortage
 from autobatch.training.step_events import StepEvents
@@ -142,6 +143,9 @@ class StepMemory:
             self._events.report_retry(step, shortage, self.pace.size, self._device.usage().allocated)
             return self.pace.size
         used, least = self._device.usage().allocated, max(shortage.least_size, self.pace.smallest)
+        if shortage.failed_size <= least and shortage.ended_in != "loss" and (more := recompute_more(self._workload)):
+            self._events.report_retry(step, shortage, self.pace.size, used, recomputed=more)
+            return self.pace.size
         if shortage.failed_size <= least:
             raise DoesNotFit(_explain_shortage(step, shortage, used, self._plan, self._workload.model))
         _, limit_bytes = self._free.read()

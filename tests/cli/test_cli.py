@@ -52,6 +52,14 @@ def normalised():
     found["optimizer"] = torch.optim.SGD(found["model"].parameters(), lr=0.1)
     return found
 
+def of_blocks():
+    """A step whose blocks may be recomputed."""
+    found = make()
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(3)]
+    found["model"] = nn.Sequential(*blocks)
+    found["optimizer"] = torch.optim.SGD(found["model"].parameters(), lr=0.1)
+    return found
+
 def without_optimizer():
     found = make()
     del found["optimizer"], found["budget"]
@@ -181,6 +189,15 @@ def test_options_say_what_the_function_does_not(ask):
     assert (plan.target_batch, plan.budget_bytes, plan.headroom_bytes) == (96, 12 * 2**20, 3 * 2**20)
     assert (plan.max_micro_batch, plan.objective) == (32, "memory")
     assert "Budget" in ask("fit", "train_it:make", "--target", "64", "--explain")[1]
+
+
+@pytest.mark.usefixtures("here")
+def test_strategies_are_allowed_by_an_option(ask):
+    """The plan names the blocks that may be recomputed."""
+    for options, blocks in (((), ()), (("--strategies", "auto"), ("0", "1", "2"))):
+        code, text, _ = ask("fit", "train_it:of_blocks", "--target", "8", "--no-reuse", "--json", *options)
+        assert code == 0
+        assert Plan.model_validate_json(text).recomputable == blocks
 
 
 @pytest.mark.quick

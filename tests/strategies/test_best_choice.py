@@ -11,7 +11,7 @@ from text_blocks import Texts, make_texts, need_of, step
 import autobatch
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.workload import Workload
-from autobatch.strategies.blocks import BlockMeasurement, find_blocks
+from autobatch.strategies.blocks import find_blocks, measure_blocks
 from autobatch.strategies.checkpointing import recompute
 from autobatch.strategies.choice import TOO_LOW, cost_of, predict_peak
 
@@ -47,9 +47,8 @@ def peaks(model):
 
 @pytest.fixture(scope="module")
 def measured(model):
-    found = BlockMeasurement(Workload(model, step), CpuDevice(), find_blocks(model))
     with CpuDevice().limit(2**40):
-        found.run(make_texts(1))
+        found = measure_blocks(Workload(model, step), CpuDevice(), find_blocks(model), make_texts(1))
     model.zero_grad()
     return found
 

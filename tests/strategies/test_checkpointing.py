@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import autobatch
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.workload import Workload
-from autobatch.strategies.blocks import BlockMeasurement, find_blocks
+from autobatch.strategies.blocks import BlockMeasurement, find_blocks, measure_blocks
 from autobatch.strategies.checkpointing import recompute
 
 
@@ -65,7 +65,9 @@ def test_a_runner_s_step_stays_inside_the_budget_in_which_the_plain_step_does_no
     assert result.retries == 0
     assert result.peak_bytes <= plan.budget_bytes
     with pytest.raises(autobatch.DoesNotFit):
-        autobatch.Runner(plan.model_copy(update={"checkpointing": None}), model, step, optimizer).step(make_texts())
+        autobatch.Runner(
+            plan.model_copy(update={"checkpointing": None, "recomputable": ()}), model, step, optimizer
+        ).step(make_texts())
 
 
 def test_an_own_forward_of_the_user_is_called_and_put_back():
@@ -99,6 +101,11 @@ def test_fit_leaves_no_trace():
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert all(parameter.grad is None for parameter in model.parameters())
         assert not any(module.training or "forward" in vars(module) for module in model.modules())
+
+
+def measure(model: nn.Module, step=step) -> BlockMeasurement:
+    with CpuDevice().limit(2**40):
+        return measure_blocks(Workload(model, step), CpuDevice(), find_blocks(model), make_texts(2))
 
 
 class Odd(nn.Module):
@@ -140,9 +147,7 @@ def test_a_block_that_cannot_be_recomputed_is_found_and_left_out(kind: str):
     """By running it both ways; its neighbours are not left out."""
     model = make_model()
     model.blocks.insert(2, Odd(kind))
-    measured = BlockMeasurement(Workload(model, step), CpuDevice(), find_blocks(model))
-    with CpuDevice().limit(2**40):
-        measured.run(make_texts(2))
+    measured = measure(model, step)
     assert [*measured.left_out] == ["blocks.2"]
     assert [run.block for run in measured.runs] == [f"blocks.{i}" for i in range(LAYERS + 1) if i != 2]
 
@@ -162,9 +167,7 @@ def test_a_block_that_changes_another_module_is_left_out(kind: str):
 
     model.blocks.insert(2, Odd("plain"))
     model.blocks[2].count_elsewhere = count
-    measured = BlockMeasurement(Workload(model, step), CpuDevice(), find_blocks(model))
-    with CpuDevice().limit(2**40):
-        measured.run(make_texts(2))
+    measured = measure(model, step)
     assert [*measured.left_out] == ["blocks.2"]
 
 
@@ -195,9 +198,7 @@ def test_a_block_that_writes_into_its_arguments_is_left_out(make_notes):
         size = model.noting[0](model.embed(texts), notes).square().mean()
         return step(model, texts) + size + (notes["size"] if make_notes is dict else notes[0])
 
-    measured = BlockMeasurement(Workload(model, noting_step), CpuDevice(), find_blocks(model))
-    with CpuDevice().limit(2**40):
-        measured.run(make_texts(2))
+    measured = measure(model, noting_step)
     assert [*measured.left_out] == ["noting.0"]
 
 

@@ -23,7 +23,6 @@ def make_run(number: int, saved: int = 100, flops: int = 10, **changes) -> Block
         "again_bytes": saved + 20,
         "flops": flops,
         "seconds": 0.1,
-        "step_seconds": 0.3,
     }
     return BlockRun(**{**given, **changes})
 

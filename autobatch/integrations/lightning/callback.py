@@ -70,7 +70,7 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
             weigh: ``weigh(micro_batch) -> float`` counts the units of which the loss of ``training_step`` is a mean. It
                 weighs values that are logged without a ``batch_size=``, too. Default: samples.
             **options: ``budget``, ``headroom``, ``max_micro_batch``, ``objective``, ``accumulate_in_float32``,
-                ``reuse`` and ``progress`` as in ``fit``; ``hooks`` as in ``Runner``; and these:
+                ``reuse``, ``progress`` and ``strategies`` as in ``fit``; ``hooks`` as in ``Runner``; and these:
                 ``check``: what to do if the loss cannot be split exactly. ``"raise"`` is the default, ``"warn"`` warns,
                 ``None`` compares no gradients and takes the loss as a mean.
                 ``device``: the device's memory; default: where the module is.

@@ -42,8 +42,8 @@ def attach(
             accumulation x ranks.
         weigh: ``weigh(inputs) -> number``: what the loss is a mean over, if it is neither of the two above, such as a
             mean over labels that ignores ``num_items_in_batch``.
-        **options: ``budget``, ``headroom``, ``max_micro_batch``, ``objective``, ``accumulate_in_float32``, ``reuse``
-            and ``progress`` as in ``fit``; ``hooks`` as in ``Runner``; and these:
+        **options: ``budget``, ``headroom``, ``max_micro_batch``, ``objective``, ``accumulate_in_float32``, ``reuse``,
+            ``progress`` and ``strategies`` as in ``fit``; ``hooks`` as in ``Runner``; and these:
             ``check``: what to do if the loss cannot be split exactly. ``"raise"`` is the default, ``"warn"`` logs a
             warning. ``None`` compares no gradients; the values of a few losses still show how the loss is read.
             ``device``: the device's memory; default: that of the model.

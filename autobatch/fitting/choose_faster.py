@@ -1,0 +1,83 @@
+"""Recomputes blocks where that makes a step faster whose micro-batches fit plainly, as trials show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autobatch.fitting.choose_blocks import describe, held_bytes, measure
+from autobatch.fitting.make_plan import Request
+from autobatch.fitting.trials import Trials
+from autobatch.records import Trial
+from autobatch.step.whole_batch import WholeBatch
+from autobatch.strategies.blocks import find_blocks
+from autobatch.strategies.faster import MARGIN, FasterChoice, faster_choices, read_costs, saved_time
+
+_MOST_TRIED = 3
+"""Choices that are tried; further ones are predicted to be slower, and differ little from these."""
+
+_REPEATS = 2
+"""Further trials of the best choice and of the plain one; the fastest of each counts, on a machine that others use."""
+
+
+def choose_faster(request: Request, trials: Trials, size: int, larger: Sequence[int], least: int) -> int:
+    """Return the size of the fastest step: the plain one, or a larger one with blocks that ``trials`` recompute then.
+
+    1. Blocks are measured on ``least`` samples. If that fails, the plain plan stays.
+    2. The best few choices that are predicted to be faster are tried.
+    3. If the fastest saves the margin, it and the plain size are tried again, in turn. If it still does, it is taken.
+    """
+    blocks = find_blocks(request.workload.model) if request.memory.measures else []
+    if not blocks:
+        return size
+    try:
+        measured = measure(request, trials, blocks, least)
+    except Exception:  # noqa: BLE001 - the step itself has run; only its graph cannot be cut
+        return size
+    is_comparable = not (isinstance(request.workload.step, WholeBatch) or request.lengths)
+    if isinstance(measured, str) or not is_comparable or request.wanted.objective == "memory":
+        return size
+    samples, plain = request.wanted.target_batch, trials.fastest(size)
+    rest = max(held_bytes(plain) - measured.peak(()) * size // least, plain.resident_bytes)
+    costs = read_costs(trials.done, size)
+    found = faster_choices(
+        measured.runs,
+        costs,
+        head_bytes=measured.head_bytes,
+        room=request.allowance.limit_bytes - rest,
+        sizes=larger,
+        measured_size=least,
+        samples=samples,
+        seconds=samples / size * plain.pass_seconds,
+    )
+    saved = dict[FasterChoice, float]()
+    for choice in found[:_MOST_TRIED]:
+        trials.recompute(choice.blocks)
+        if (trial := trials.run(choice.size)).outcome == "fits":
+            saved[choice] = saved_time(plain, trial, samples)
+    trials.recompute(())
+    best = max(saved, key=lambda choice: saved[choice], default=None)
+    if best is None or saved[best] < MARGIN:
+        return size
+    for _ in range(_REPEATS):
+        plain = _run_again(trials, (), size)
+        trial = _run_again(trials, best.blocks, best.size)
+        if (saving := saved_time(plain, trial, samples)) < MARGIN:
+            trials.recompute(())
+            return size
+    trials.checkpointing = describe(
+        trials,
+        measured,
+        trial,
+        plain_bytes=rest + measured.peak(()) * best.size // least,
+        plain_seconds=costs.predict(best.size),
+        plain_size=size,
+        saved_time=saving,
+    )
+    return best.size
+
+
+def _run_again(trials: Trials, blocks: Sequence[str], size: int) -> Trial:
+    """Try a size with these blocks recomputed, and return its fastest trial so far."""
+    trials.recompute(blocks)
+    trials.run(size)
+    return trials.fastest(size)
