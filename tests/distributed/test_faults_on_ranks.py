@@ -54,6 +54,12 @@ def test_an_oom_at_operations_of_a_step_on_each_rank(capsys):
     check(NAMES[:1], 2, capsys, ({}, Counter()), count=6)
 
 
+@needs_sharding
+def test_an_oom_at_operations_of_a_sharded_step_on_each_rank(capsys):
+    """One small model, whose gradients are clipped, in every run."""
+    check(SHARDED[:1], 2, capsys, ({}, Counter()), kind=KINDS[0], count=6)
+
+
 def test_operations_are_chosen_in_each_place():
     """In the shortest as in the longest; and in each place by turns, where only some are wanted."""
     places = ["forward"] * 9 + ["backward"] * 6 + ["clip"] * 3 + ["optimizer"]

@@ -98,11 +98,12 @@ class ClippedShardedStep(ShardedStep, ConfirmedStep):
         square = math.fsum(values["square"] for values in gathered) / self._replicas
         square += gathered[0]["whole"]  # the same on each rank
         norm = math.sqrt(square)
-        self.gradient_norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
         factor = self._max_grad_norm / (norm + 1e-6)
-        if not factor >= 1:  # not "<", which is false for nan
-            for gradient in (*parts, *whole):
-                gradient.mul_(factor)
+        with uninterrupted():  # the other ranks make the update now
+            self.gradient_norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
+            if not factor >= 1:  # not "<", which is false for nan
+                for gradient in (*parts, *whole):
+                    gradient.mul_(factor)
         return gathered
 
 
