@@ -54,7 +54,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # By itself: nothing but the benchmarks needs those that they compare with.
 $(VENV)/.installed-bench: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[bench]"
-	$(VENV)/bin/python -m pip install --constraint constraints.txt --no-deps timm # without torchvision, which it does not need here
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --no-deps timm open_clip_torch ftfy wcwidth # without torchvision, which they do not need here
 	touch $@
 
 # By itself, for the same reason.

@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import chain
+import clip_training
 import contrastive
 import lengths
 import options
@@ -50,6 +51,7 @@ _PARTS: tuple[Callable[[], Table], ...] = (
     runner.measure_peaks,
     recomputed.measure,
     contrastive.measure,
+    clip_training.measure,
     search.measure,
     waiting.measure,
     lengths.measure,
