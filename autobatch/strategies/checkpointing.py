@@ -58,7 +58,9 @@ def recompute_more(workload: Workload) -> int:
     """Let the step recompute the blocks in reserve too; return the number of blocks that it did not recompute yet."""
     step: Any = workload.step
     step = step.represent if isinstance(step, WholeBatch) else step
-    return step.recompute_more() if isinstance(step, CheckpointedStep) else 0
+    if not isinstance(step, CheckpointedStep) or is_compiled(workload.model):
+        return 0
+    return step.recompute_more(workload.model)
 
 
 def find_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -85,17 +87,16 @@ class CheckpointedStep:
     blocks: Mapping[str, nn.Module]
     reserve: Mapping[str, nn.Module]
 
-    def recompute_more(self) -> int:
-        """Recompute the blocks in reserve too; return the number of blocks that were not recomputed yet."""
+    def recompute_more(self, model: nn.Module) -> int:
+        """Recompute those in reserve that may still be; return the number of blocks that were not recomputed yet."""
         before = len(self.blocks)
-        self.blocks = {**self.blocks, **self.reserve}
+        self.blocks = {**self.blocks, **{name: one for name, one in self.reserve.items() if _may_run(model, name, one)}}
         vars(self).pop("_norms", None)
         return len(self.blocks) - before
 
     @cached_property
     def _norms(self) -> list[_BatchNorm]:
-        modules = [module for block in self.blocks.values() for module in block.modules()]
-        return [one for one in modules if isinstance(one, _BatchNorm) and one.track_running_stats]
+        return [one for block in self.blocks.values() for one in _find_norms(block)]
 
     def __call__(self, model: nn.Module, samples: Any) -> Any:
         """Return what the step returns.
@@ -116,6 +117,15 @@ class CheckpointedStep:
                 )
         with replaced_forward([*self.blocks.values()], lambda _, forward: recomputing(forward)):
             return self.step(model, samples)
+
+
+def _may_run(model: nn.Module, name: str, block: nn.Module) -> bool:
+    """Return whether a block is the one of this name and has no statistics that a recomputation would move again."""
+    return _find(model, name) is block and not any(one.training for one in _find_norms(block))
+
+
+def _find_norms(block: nn.Module) -> list[_BatchNorm]:
+    return [one for one in block.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:

@@ -53,6 +53,22 @@ def test_larger_micro_batches_are_taken_where_they_save_time():
     assert f"micro-batches of {plan.micro_batch_size}, {plain.micro_batch_size} without" in plan.explain()
 
 
+def test_a_larger_size_that_runs_out_of_memory_when_tried_again_is_not_planned():
+    """It was faster in its first trial."""
+    ran: list[int] = []
+
+    def fragile_step(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+        if any("forward" in vars(block) for block in model.blocks):
+            if ran.count(len(texts)) > 1:  # a trial is two micro-batches
+                raise torch.OutOfMemoryError("out of memory")
+            ran.append(len(texts))
+        return slow_for_each_micro_batch(model, texts)
+
+    plan = fit(make_model(), fragile_step)
+    assert ran
+    assert plan.checkpointing is None
+
+
 def test_the_plan_is_the_plain_one_where_recomputation_does_not_pay():
     """A cost of each sample alone; at most three choices are tried, and two sizes twice again."""
     model = make_model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -124,6 +125,37 @@ def test_a_block_that_was_replaced_is_refused():
     model.blocks = model.blocks[:1]
     with pytest.raises(autobatch.InvalidArgument, match=r"blocks\.1"):
         runner.accumulate(make_texts())
+
+
+def put_norm(model: nn.Module) -> None:
+    model.blocks[1].norm1.track = nn.BatchNorm1d(4)
+
+
+def replace_block(model: nn.Module) -> None:
+    model.blocks[1] = copy.deepcopy(model.blocks[1])
+
+
+def compile_block(model: nn.Module) -> None:
+    model.blocks[1].compile(backend="eager")
+
+
+@pytest.mark.parametrize(("change", "left"), [(put_norm, 1), (replace_block, 1), (compile_block, LAYERS)])
+def test_a_block_that_changed_is_not_recomputed_where_memory_ends(change, left):
+    """A BatchNorm in train mode, another module, torch.compile: the shortage is reported, and later steps run."""
+    model, events, is_short = make_model(), [], [False]
+
+    def short_step(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+        if is_short[0]:
+            raise torch.OutOfMemoryError("out of memory")
+        return step(model, texts)
+
+    runner = autobatch.Runner(make_plan(model), model, short_step, None, hooks=[events.append])
+    change(model)
+    for is_short[0] in (True, False):
+        with pytest.raises(autobatch.DoesNotFit) if is_short[0] else nullcontext():
+            runner.accumulate(make_texts())
+    recomputed = [event.recomputed for event in events if isinstance(event, Retried)]
+    assert recomputed == [LAYERS - left] * (left < LAYERS)
 
 
 @pytest.mark.parametrize("blocks", [("blocks.1", "blocks.1"), ("blocks.1", "blocks.0", "blocks.1.linear1")])
