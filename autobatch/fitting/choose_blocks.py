@@ -74,7 +74,7 @@ def choose_blocks(request: Request, trials: Trials, size: int) -> None:
         reason = f"the step fails where its graph is cut at each block ({describe_error(error)})"
         raise DoesNotFit(f"{plain}; strategies= does not help: {reason}") from error
     if isinstance(measured, str):
-        raise DoesNotFit(f"{plain}; strategies= does not help: a single block or the rest does not fit ({measured})")
+        raise DoesNotFit(f"{plain}; strategies= does not help: {measured}")
     useful = trials.recomputable
     if not useful:
         raise DoesNotFit(f"{plain}; strategies= does not help: no block keeps less{_explain(measured.left_out)}")
@@ -95,15 +95,16 @@ def choose_blocks(request: Request, trials: Trials, size: int) -> None:
 
 
 def measure(request: Request, trials: Trials, blocks: Sequence[str], size: int) -> BlockMeasurement | str:
-    """Measure the blocks on so many samples, and note which can be recomputed; return the reason of an OOM."""
+    """Measure the blocks on so many samples, and note which can be recomputed; return the reason why it cannot be."""
     request.announce("measuring what blocks of the model keep")
-    found = list[BlockMeasurement]()
+    found, left_out = list[BlockMeasurement](), dict[str, str]()
 
     def run(samples: Any) -> None:  # the second run counts: the first one may import modules, which draw numbers
-        found.append(measure_blocks(request.workload, request.memory, blocks, samples))
+        left_out.clear()
+        found.append(measure_blocks(request.workload, request.memory, blocks, samples, left_out))
 
     if (shortage := trials.probe.examine(run, size)) is not None:
-        return shortage
+        return f"a single block or the rest does not fit ({shortage}){_explain(left_out)}"
     trials.recomputable = tuple(useful_blocks(found[-1].runs))
     return found[-1]
 
@@ -134,14 +135,18 @@ def held_bytes(trial: Trial) -> int:
 def describe(
     trials: Trials, measured: BlockMeasurement, trial: Trial, *, plain_bytes: int, plain_seconds: float, **found: Any
 ) -> Checkpointing:
-    """Describe the blocks that are recomputed now, in this trial and beside a plain micro-batch of its size."""
+    """Describe the blocks that are recomputed now, in this trial and beside a plain micro-batch of its size.
+
+    The plain one takes at least half of the trial's time, whatever was measured beside others: it runs each block too.
+    """
+    plain_seconds = max(plain_seconds, trial.pass_seconds / 2, SHORTEST)
     return Checkpointing(
         blocks=trials.blocks,
         candidates=measured.candidates,
         micro_batch_size=trial.micro_batch_size,
         plain_bytes=plain_bytes,
         peak_bytes=trial.peak_reserved,
-        slowdown=max(trial.pass_seconds / max(plain_seconds, SHORTEST) - 1, 0.0),
+        slowdown=max(trial.pass_seconds / plain_seconds - 1, 0.0),
         left_out=tuple(LeftOut(block=block, reason=reason) for block, reason in measured.left_out.items()),
         **found,
     )

@@ -77,11 +77,16 @@ class BlockMeasurement:
         return predict_peak(self.runs, chosen, self.head_bytes)
 
 
-def measure_blocks(workload: Workload, device: Device, blocks: Sequence[str], samples: Any) -> BlockMeasurement:
-    """Run the step once on these samples; what it changes is the caller's to restore."""
+def measure_blocks(
+    workload: Workload, device: Device, blocks: Sequence[str], samples: Any, left_out: dict[str, str]
+) -> BlockMeasurement:
+    """Run the step once on these samples; what it changes is the caller's to restore.
+
+    Blocks that cannot be recomputed are added to ``left_out`` with the reason, also where memory ends before the end.
+    """
     modules = find_modules(workload.model, blocks)
     names = {id(module): name for name, module in modules.items()}
-    measuring = _Pass(workload.model, device)
+    measuring = _Pass(workload.model, device, left_out)
 
     def around(block: nn.Module, forward: Forward) -> Forward:
         return lambda *args, **kwargs: measuring.run_block(names[id(block)], block, forward, args, kwargs)
@@ -98,10 +103,10 @@ def measure_blocks(workload: Workload, device: Device, blocks: Sequence[str], sa
 class _Pass:
     """The forward pass that is measured: which blocks have run, and which tensors they keep."""
 
-    def __init__(self, model: nn.Module, device: Device) -> None:
+    def __init__(self, model: nn.Module, device: Device, left_out: dict[str, str]) -> None:
         self._model, self._device, self._held = model, device, 0
         self._runs: list[BlockRun] = []
-        self._left_out: dict[str, str] = {}
+        self._left_out = left_out
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 
     def begin_rest(self) -> None:
