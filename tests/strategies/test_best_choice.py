@@ -48,7 +48,7 @@ def peaks(model):
 @pytest.fixture(scope="module")
 def measured(model):
     with CpuDevice().limit(2**40):
-        found = measure_blocks(Workload(model, step), CpuDevice(), find_blocks(model), make_texts(1))
+        found = measure_blocks(Workload(model, step), CpuDevice(), find_blocks(model), make_texts(1), {})
     model.zero_grad()
     return found
 

@@ -105,7 +105,7 @@ def test_fit_leaves_no_trace():
 
 def measure(model: nn.Module, step=step) -> BlockMeasurement:
     with CpuDevice().limit(2**40):
-        return measure_blocks(Workload(model, step), CpuDevice(), find_blocks(model), make_texts(2))
+        return measure_blocks(Workload(model, step), CpuDevice(), find_blocks(model), make_texts(2), {})
 
 
 class Odd(nn.Module):
@@ -200,6 +200,29 @@ def test_a_block_that_writes_into_its_arguments_is_left_out(make_notes):
 
     measured = measure(model, noting_step)
     assert [*measured.left_out] == ["noting.0"]
+
+
+def test_a_refusal_says_why_blocks_were_left_out_where_memory_ends_among_them():
+    """Blocks that are left out run plainly, so what does not fit is no fault of a single block."""
+    model = make_model()
+    model.blocks = nn.ModuleList(Noting() for _ in range(LAYERS))
+
+    def noting_step(model, texts):
+        hidden, notes = model.embed(texts), []
+        for block in model.blocks:
+            hidden = block(hidden, notes)
+        return model.head(hidden).square().mean() + sum(notes)
+
+    options = {"batch": make_texts(), "step": noting_step, "headroom": 0, "check": None, "reuse": False}
+    need = autobatch.fit(model, 4, budget="4GiB", max_micro_batch=1, **options).peak_bytes
+    with pytest.raises(autobatch.DoesNotFit, match=r"blocks\.0 \(it writes into a list"):
+        autobatch.fit(model, 4, budget=int(0.7 * need), strategies="auto", **options)
+
+
+def test_recomputing_is_never_said_to_take_more_than_the_plain_pass(monkeypatch):
+    """Blocks that were measured on a busy machine may seem to take longer than the whole trial."""
+    monkeypatch.setattr("autobatch.fitting.choose_blocks.again_seconds", lambda *_: 3600.0)
+    assert fit(make_model(), 0.7).checkpointing.slowdown <= 1
 
 
 def test_a_step_that_fails_where_its_graph_is_cut_is_refused_in_words():
