@@ -61,7 +61,8 @@ def choose_faster(request: Request, trials: Trials, size: int, larger: Sequence[
     for _ in range(_REPEATS):
         plain = _run_again(trials, (), size)
         trial = _run_again(trials, best.blocks, best.size)
-        if (saving := saved_time(plain, trial, samples)) < MARGIN:
+        has_fit = all(one.outcome == "fits" for one in trials.done if one.micro_batch_size == best.size)
+        if not has_fit or (saving := saved_time(plain, trial, samples)) < MARGIN:
             trials.recompute(())
             return size
     trials.checkpointing = describe(
