@@ -1,4 +1,4 @@
-"""Recomputes blocks where that makes a step faster whose micro-batches fit plainly, as trials show."""
+"""Recomputes blocks if trials show a faster step, though micro-batches fit without."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def measure_blocks(
 ) -> BlockMeasurement:
     """Run the step once on these samples; what it changes is the caller's to restore.
 
-    Blocks that cannot be recomputed are added to ``left_out`` with the reason, also where memory ends before the end.
+    Adds the blocks that cannot be recomputed to ``left_out``, with the reason, even if the step runs out of memory.
     """
     modules = find_modules(workload.model, blocks)
     names = {id(module): name for name, module in modules.items()}

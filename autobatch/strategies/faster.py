@@ -1,7 +1,7 @@
 """Finds choices of blocks that may make a step faster where its micro-batches fit plainly, without torch.
 
-1. Recomputed blocks leave room for more samples in a micro-batch. That pays if a micro-batch has a cost of its own,
-   whatever its samples are, which is larger than the recomputation.
+1. Recomputed blocks leave room for more samples in a micro-batch. That pays if each micro-batch has a fixed cost
+   that is larger than the cost of recomputation.
 2. ``read_costs`` draws a line through the times of two plain trials. It says what a micro-batch and a sample cost.
 3. ``faster_choices`` yields, for each larger size, the choice with the least recomputation whose predicted peak fits.
    Those whose predicted step is faster are worth a trial, the fastest first.
