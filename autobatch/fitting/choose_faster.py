@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from autobatch.fitting.choose_blocks import describe, held_bytes, measure
 from autobatch.fitting.make_plan import Request
 from autobatch.fitting.trials import Trials
+from autobatch.memory.oom import describe_error
 from autobatch.records import Trial
 from autobatch.step.whole_batch import WholeBatch
 from autobatch.strategies.blocks import find_blocks
 from autobatch.strategies.faster import MARGIN, FasterChoice, faster_choices, read_costs, saved_time
+
+_log = logging.getLogger("autobatch")
 
 _MOST_TRIED = 3
 """Choices that are tried; further ones are predicted to be slower, and differ little from these."""
@@ -31,7 +35,8 @@ def choose_faster(request: Request, trials: Trials, size: int, larger: Sequence[
         return size
     try:
         measured = measure(request, trials, blocks, least)
-    except Exception:  # noqa: BLE001 - the step itself has run; only its graph cannot be cut
+    except Exception as error:  # noqa: BLE001 - the step itself has run; only its graph cannot be cut
+        _log.info("blocks were not measured, so none is recomputed: %s", describe_error(error))
         return size
     is_comparable = not (isinstance(request.workload.step, WholeBatch) or request.lengths)
     if isinstance(measured, str) or not is_comparable or request.wanted.objective == "memory":
