@@ -19,10 +19,11 @@ def make_plan():
 
 
 def make_runner(backward, *, optimizer=None, **options):
+    plan = make_plan()  # its first call draws
     torch.manual_seed(3)
     model = Plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer(model)
-    return model, autobatch.Runner(make_plan(), model, mean_step, optimizer, backward=backward, **options)
+    return model, autobatch.Runner(plan, model, mean_step, optimizer, backward=backward, **options)
 
 
 def run_backward(loss):
