@@ -3,7 +3,7 @@
     python benchmarks/ranks.py [--seconds 4]
 
 Covers gloo on loopback, with one thread in each rank. Does not cover NCCL, nor a network: there an exchange takes
-longer, and summing while the backward pass runs, which DistributedDataParallel does and autobatch does not, saves more.
+longer, and summing while the backward pass runs saves more.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def measure_exchanges(sizes: Sequence[int] = _SIZES, times: int = _EXCHANGES) ->
     return Table(
         "Ranks: one exchange",
         f"{times} exchanges of a step's message, one after the other, by gloo on loopback, in milliseconds; each is "
-        f"that of the slowest rank. A step has one. Beside it gloo's own sum of 16 numbers. A goal is "
-        f"held against numbers of ranks for which this machine has a core each ({cores}).",
+        f"that of the slowest rank. A step has one, or two if gradients are summed in its last "
+        f"backward pass. Beside it gloo's own sum of 16 numbers. A goal is held against "
+        f"numbers of ranks for which this machine has a core each ({cores}).",
         (
             *("ranks", "exchange, median", "9 of 10 within", f"of a step of {_STEP_MS} ms"),
             *("gloo's sum, median", "9 of 10 within"),
@@ -80,7 +81,8 @@ def measure_steps(cases: Sequence[Case] = CASES, seconds: float = _SECONDS, size
         f"copies of a model train in turn in the same processes, in changing order, each step from a barrier to the "
         f"end of the slowest rank; ratios are taken turn by turn. *Sum after*: DistributedDataParallel with no_sync() "
         f"in each micro-batch and autobatch's sum of the gradients after the last backward pass: what is lost where "
-        f"nothing is summed meanwhile. *Runner*: that, an exchange, and what it costs on one rank.",
+        f"nothing is summed meanwhile. *Runner*: its sum, of several buckets in the last backward pass, its exchanges, "
+        f"and what it costs on one rank.",
         (
             *("step of DDP", "parameters", "micro-batches", "turns", "sum after / DDP, median", "95 % interval"),
             *("Runner / DDP, median", "95 % interval"),

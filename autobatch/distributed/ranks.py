@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +13,8 @@ from torch import nn
 from autobatch._user_errors import contextmanager
 from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.channel import open_channel
+from autobatch.distributed.overlapped_sum import KnownGradients
+from autobatch.distributed.own_time import OwnTime
 from autobatch.distributed.reduction import Reduction
 from autobatch.errors import InvalidArgument
 from autobatch.torch_internals.storages import has_shards, is_uninitialized
@@ -36,9 +36,13 @@ class Ranks:
         model: The user's model, wrapped.
         number: Number that tells one Runner from another, the same on all ranks.
         by_term: Whether ``weigh`` counts each term by itself, the same on all ranks; ``None`` until a rank has samples.
+        known: Gradients of the last step that was summed after its backward pass, the same on all ranks.
+        have_varied: Whether a step had others than were expected, so that sums begin after the backward pass.
     """
 
     by_term: bool | None = None
+    known: KnownGradients | None = None
+    have_varied: bool = False
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         """Collective the first time that a process group is used."""
@@ -63,43 +67,6 @@ def all_or_none(ranks: Ranks | None, call: str) -> Iterator[list[Any]]:
         yield gathered
     messages = agreement.gather(point, values=gathered)
     gathered[:] = [value for message in messages for value in message["values"]]
-
-
-class OwnTime:
-    """Seconds in which this rank works without the others, from ``start`` to ``stop``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._seconds = device, 0.0
-        self._began: Any = None  # the clock's seconds, or on CUDA an event
-        # The host is ahead of a CUDA device: work that was just queued has not run.
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    def start(self) -> None:
-        self._began = self._mark()
-
-    def stop(self) -> None:
-        """End a pair; a second call before the next ``start`` does nothing."""
-        if self._began is None:
-            return
-        if self._device.type == "cuda":
-            self._pending.append((self._began, self._mark()))
-        else:
-            self._seconds = self._mark() - self._began
-        self._began = None
-
-    def read(self) -> float:
-        """Return the seconds of the last pair that is over; 0 before the first."""
-        while self._pending and self._pending[0][1].query():
-            first, last = self._pending.popleft()
-            self._seconds = first.elapsed_time(last) / 1000
-        return self._seconds
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
 
 def refuse_differences(gathered: Sequence[Mapping[str, Any]], ranks: Ranks | None) -> None:

@@ -1,5 +1,8 @@
 """Sums gradients over the ranks, once a step, through buckets that were allocated before.
 
+Buckets have a fixed order and hold the last parameters first, whose gradients a backward pass finishes first. So a sum
+has the same bits whether it begins after the backward pass (``Reduction.sum``) or before its end (``OverlappedSum``).
+
 Every rank takes part until the end, even if it fails: the others wait for it inside the collectives. Gradients in
 bfloat16 or float16 are summed in float32, because another rank may hold a float32 sum of many micro-batches.
 """
@@ -7,15 +10,21 @@ bfloat16 or float16 are summed in float32, because another rank may hold a float
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autobatch.distributed.channel import Channel, uninterrupted
-from autobatch.torch_internals.storages import is_dense
+from autobatch.torch_internals.storages import is_dense, shares_memory
 from autobatch.undo.gradients import NARROW, gradient_dtype
 
-_BUCKET_BYTES = 25 * 1024**2  # the default of DistributedDataParallel (bucket_cap_mb)
+_BUCKET_BYTES = 25 * 1024**2  # of all buckets: the size of one of DistributedDataParallel (bucket_cap_mb)
+
+_SUM = "the sum of the gradients"
+
+IN_FLIGHT = 4
+"""Number of buckets in that memory, all of which may be summed at the same time."""
 
 
 class GradientSlot:
@@ -40,9 +49,12 @@ class GradientSlot:
         return value is not None and value.is_sparse
 
     def lay_out(self) -> None:
-        """Lay this rank's gradient out like the parameter, so that reading it needs no copy."""
+        """Lay this rank's gradient out like the parameter, in its own memory, where the sum can be written.
+
+        The gradient of a view may be the tensor that the backward pass still reads, or another parameter's gradient.
+        """
         value = self.sums.get(self.parameter, self.parameter.grad)
-        if value is None or _lies_like(value, self.parameter):
+        if value is None or (_lies_like(value, self.parameter) and not shares_memory(value)):
             return
         value = torch.empty_like(self.parameter, dtype=value.dtype).copy_(value)
         if self.parameter in self.sums:
@@ -75,11 +87,46 @@ class GradientSlot:
 _Part = tuple[GradientSlot, int, int]  # numbers of a slot, from start to stop
 
 
+class Bucket:
+    """Parts of gradients that one collective sums, and the memory through which it does."""
+
+    def __init__(self, memory: torch.Tensor, parts: Sequence[_Part]) -> None:
+        """Read nothing yet; ``memory`` may be that of a bucket whose sum has been written."""
+        self.parts = parts
+        self.numbers = memory[: sum(stop - start for _, start, stop in parts)]
+
+    def slots(self) -> list[GradientSlot]:
+        """Return the gradients that have a part in the bucket."""
+        return [slot for slot, _, _ in self.parts]
+
+    @torch.no_grad()
+    def read(self, factor: float) -> None:
+        """Take this rank's numbers, times its factor, without allocating."""
+        end = 0
+        for slot, start, stop in self.parts:
+            begin, end = end, end + stop - start
+            numbers = slot.read()
+            if numbers is None:
+                self.numbers[begin:end].zero_()
+            else:
+                self.numbers[begin:end].copy_(numbers[start:stop])
+        if factor != 1:
+            self.numbers.mul_(factor)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Make the gradients' parts what the numbers are."""
+        end = 0
+        for slot, start, stop in self.parts:
+            begin, end = end, end + stop - start
+            slot.write(self.numbers[begin:end], start)
+
+
 class Reduction:
     """Sums over the ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None, channel: Channel, bucket_bytes: int = _BUCKET_BYTES) -> None:
-        """Allocate nothing yet; no collective has more than ``bucket_bytes``."""
+        """Allocate nothing yet; all buckets of a dtype together take at most ``bucket_bytes``."""
         self._group, self._channel, self._bucket_bytes = group, channel, bucket_bytes
         self._buckets: dict[torch.dtype, torch.Tensor] = {}
 
@@ -88,7 +135,7 @@ class Reduction:
         for dtype in {dtype_of(parameter) for parameter in parameters}:
             alike = [parameter for parameter in parameters if dtype_of(parameter) is dtype]
             count = sum(parameter.numel() for parameter in alike)
-            count = max(1, min(count, self._bucket_bytes // dtype.itemsize))
+            count = max(1, min(count, IN_FLIGHT * self._most(dtype)))
             if dtype not in self._buckets or len(self._buckets[dtype]) < count:
                 self._buckets.pop(dtype, None)  # before the larger one is made
                 self._buckets[dtype] = torch.empty(count, dtype=dtype, device=alike[0].device)
@@ -97,28 +144,47 @@ class Reduction:
     def buckets(self) -> list[torch.Tensor]:
         return [*self._buckets.values()]
 
-    @torch.no_grad()
+    def divide(self, slots: Sequence[GradientSlot]) -> list[Bucket]:
+        """Divide the slots among buckets, in the order in which these are summed.
+
+        Slots must agree between the ranks in number, order, count and dtype. A bucket has the memory of the one that is
+        ``IN_FLIGHT`` before it.
+        """
+        buckets: list[Bucket] = []
+        for dtype in sorted({slot.dtype for slot in slots}, key=str):
+            most, memory = self._most(dtype), self._buckets[dtype].split(self._most(dtype))
+            alike = [slot for slot in reversed(slots) if slot.dtype is dtype]
+            for number, parts in enumerate(_fill_buckets(alike, most)):
+                buckets.append(Bucket(memory[number % IN_FLIGHT], parts))
+        return buckets
+
     def sum(self, slots: Sequence[GradientSlot], factor: float = 1.0) -> None:
         """Sum each slot, times this rank's factor, over all ranks, through the buckets that ``reserve`` made.
 
-        Slots must agree in number, order, count and dtype, and be laid out. An error in writing a sum is this rank's
-        own: it is raised after the last collective.
+        Slots must be laid out. An error in writing a sum is this rank's own: it is raised after the last collective.
         """
         failure: BaseException | None = None
-        for dtype in sorted({slot.dtype for slot in slots}, key=str):
-            bucket = self._buckets[dtype]
-            for parts in _fill_buckets([slot for slot in slots if slot.dtype is dtype], len(bucket)):
-                with uninterrupted():  # nothing is allocated, and a wrong number would be in the sum of all ranks
-                    used = bucket[: sum(stop - start for _, start, stop in parts)]
-                    _read(used, parts, factor)
-                self._sum_bucket(used)  # also after a failure
-                failure = failure or _attempt(_write, used, parts)
+        for bucket in self.divide(slots):
+            with uninterrupted():  # nothing is allocated, and a wrong number would be in the sum of all ranks
+                bucket.read(factor)
+            self.wait(self.start(bucket))  # also after a failure
+            failure = failure or attempt(bucket.write)
         if failure is not None:
             raise failure
 
-    def _sum_bucket(self, bucket: torch.Tensor) -> None:
-        with self._channel.collective("the sum of the gradients"):
-            dist.all_reduce(bucket, group=self._group)
+    def start(self, bucket: Bucket) -> Any:
+        """Start the sum of a bucket; return what ``wait`` takes."""
+        with self._channel.collective(_SUM):
+            return dist.all_reduce(bucket.numbers, group=self._group, async_op=True)
+
+    def wait(self, work: Any) -> None:
+        """Wait until a sum is in its bucket."""
+        with self._channel.collective(_SUM):
+            work.wait()
+
+    def _most(self, dtype: torch.dtype) -> int:
+        """Return the most numbers in one bucket."""
+        return max(1, self._bucket_bytes // IN_FLIGHT // dtype.itemsize)
 
 
 def make_loss(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -151,27 +217,7 @@ def _fill_buckets(slots: Sequence[GradientSlot], most: int) -> Iterator[list[_Pa
         yield parts
 
 
-def _read(bucket: torch.Tensor, parts: Sequence[_Part], factor: float) -> None:
-    end = 0
-    for slot, start, stop in parts:
-        begin, end = end, end + stop - start
-        numbers = slot.read()
-        if numbers is None:
-            bucket[begin:end].zero_()
-        else:
-            bucket[begin:end].copy_(numbers[start:stop])
-    if factor != 1:
-        bucket.mul_(factor)
-
-
-def _write(bucket: torch.Tensor, parts: Sequence[_Part]) -> None:
-    end = 0
-    for slot, start, stop in parts:
-        begin, end = end, end + stop - start
-        slot.write(bucket[begin:end], start)
-
-
-def _attempt(action: Callable[..., None], *arguments: object) -> BaseException | None:
+def attempt(action: Callable[..., None], *arguments: object) -> BaseException | None:
     """Return the error of an action, without its frames, which hold parts of the bucket."""
     try:
         action(*arguments)

@@ -4,6 +4,9 @@
 2. ``agree``: exchange what the samples count, and what must be equal. From here on the other ranks wait for this one.
 3. ``sum``: sum the gradients, times this rank's factor, and send the buffers of rank 0, which ``settle`` takes.
 
+If every rank holds back its last backward pass, ``agree`` comes before it, and gradients are summed in it
+(``overlapped``). Then ``confirm_sum`` is a second exchange: all ranks have done it, or all run the step again.
+
 A rank that fails before ``agree`` sends its error there, so all restore the step. A rank that fails afterwards sends
 its error at its next call: the others have made the update.
 """
@@ -20,6 +23,7 @@ import torch
 
 from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
+from autobatch.distributed.overlapped_sum import SPARSE, KnownGradients, OverlappedSum
 from autobatch.distributed.ranks import Ranks, digest_values
 from autobatch.distributed.reduction import GradientSlot, make_loss
 from autobatch.distributed.shared_rows import SharedRows
@@ -39,6 +43,7 @@ class SharedStep:
     Attributes:
         ranks: Report of each rank, from ``agree`` on.
         is_agreed: Whether all ranks make the step: nothing can be restored on all of them.
+        overlapped: Block of the last backward pass, if gradients are summed in it.
     """
 
     def __init__(self, ranks: Ranks, name: str, optimizer: Any | None = None) -> None:
@@ -51,9 +56,10 @@ class SharedStep:
         """
         self.ranks: tuple[RankStep, ...] = ()
         self.is_agreed = False
+        self.overlapped: OverlappedSum | None = None
         self._ranks, self._agreement = ranks, Agreement(ranks.channel, name, ranks.number)
         self._wrapper: Any = ranks.model
-        self._optimizer, self._block = optimizer, ExitStack()
+        self._optimizer, self._block, self._interrupts = optimizer, ExitStack(), ExitStack()
         self._totals: tuple[Mapping[str, float], int] | None = None
         self._slots: Sequence[GradientSlot] = ()
         self._factor: float | None = None
@@ -77,7 +83,8 @@ class SharedStep:
 
     def close(self) -> None:
         """Let the wrapper communicate again."""
-        self._block.close()
+        with self._block:
+            self._interrupts.close()
 
     def find_totals(self, weights: Mapping[str, float], samples: int) -> tuple[Mapping[str, float], int] | None:
         """Return the totals of each term, and the samples, over all ranks; ``None`` if this rank's own will do.
@@ -112,6 +119,11 @@ class SharedStep:
         totals = {name: math.fsum(values[f"count of {name}"] for values in counting) for name in terms[0]}
         return gathered, (totals, sum(int(values["samples"]) for values in counting))
 
+    def can_overlap(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether these parameters' gradients fill several buckets, and it is known which of them have one."""
+        known = self._ranks.known
+        return known is not None and not self._ranks.have_varied and known.are_of(_whole(parameters))
+
     @torch.no_grad()
     def agree(
         self,
@@ -123,6 +135,8 @@ class SharedStep:
         counted: float,
         unit: float | None,
         states: bool,
+        holds: bool,
+        may_hold: bool,
         did: Mapping[str, int],
     ) -> bool:
         """Exchange what the step's gradients are a mean over, and make sure that all ranks can make the step.
@@ -135,17 +149,20 @@ class SharedStep:
             counted: Total of this rank's samples.
             unit: Number by which losses were divided instead of the total; ``None`` if the total was known.
             states: Whether the step states its counts itself.
+            holds: Whether this rank's last backward pass is still to come.
+            may_hold: Whether it could be.
             did: Samples, sizes, retries and peaks of this rank.
 
         Returns:
-            Whether every rank has a gradient of the same parameters. If not, those that were missing here are zeros
-            now: make room for their update, and agree again.
+            Whether every rank has a gradient of the same parameters, or all hold back their last backward pass. If
+            not, run that pass. Gradients that were missing here are zeros now: make room for their update. Then agree
+            again.
         """
         # All allocations come first: if memory runs out here, the other ranks do not wait in the sum yet.
-        whole = [parameter for parameter in parameters if parameter.requires_grad and not has_shards(parameter)]
+        whole = _whole(parameters)
         slots, total = [GradientSlot(parameter, sums) for parameter in whole], make_loss(parameters)
         if any(slot.is_sparse() for slot in slots):
-            raise InvalidArgument("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
+            raise InvalidArgument(SPARSE)
         for slot in slots:
             slot.lay_out()
         if sums:  # each becomes a gradient in less memory than it takes itself, but for the first one
@@ -153,17 +170,23 @@ class SharedStep:
             torch.empty_like(largest, dtype=gradient_dtype(largest))
         total.grad = None if loss is None else loss.detach().to(total, copy=True).reshape(())
         self._ranks.reduction.reserve([*whole, total])
+        known = self._ranks.known
+        flags = known.flags if holds and known is not None else [slot.has_any() for slot in slots]
         values = {
-            "gradients": _digest(slot.has_any() for slot in slots),
+            "holds": holds,
+            "gradients": _digest(flags),
             "trains": _digest(parameter.requires_grad for parameter in parameters if not has_shards(parameter)),
             "earlier": digest_values([*earlier.values()]),
             "states": None if loss is None else states,
-            **self._describe_update(),
+            **({} if holds else {"may_hold": may_hold, **self._describe_update()}),
         }
         numbers = {**did, "counted": counted, "unit": unit or 0.0}
-        self._block.enter_context(deferred_interrupts())  # until close(): the other ranks wait for this one
+        self._interrupts.enter_context(deferred_interrupts())  # the other ranks wait for this one
         self._ranks.own_time.stop()
         gathered = self._agreement.gather("update", {"seconds": self._ranks.own_time.read(), **numbers}, **values)
+        if any(one["holds"] != holds or (holds and one["gradients"] != values["gradients"]) for one in gathered):
+            self._resume()
+            return False  # a rank that holds its pass back describes less
         self._refuse_differences(gathered)
         counting = [values for values in gathered if values["states"] is not None]
         if not counting:
@@ -181,13 +204,51 @@ class SharedStep:
         # A rank without a loss has its part of the others' sharded gradients, so it needs their unit.
         unit = counting[0]["unit"] if loss is None else unit
         self._factor = unit / math.fsum(values["counted"] for values in counting) if unit else 1.0
-        self._slots = [*(slot for slot in slots if slot.has_any()), GradientSlot(total, {})]
-        parts = [{name: int(values[name]) for name in did} for values in gathered]
-        self.ranks = tuple(
-            RankStep(rank=rank, seconds=gathered[rank]["seconds"], **part) for rank, part in enumerate(parts)
-        )
+        self._note_ranks(gathered, did)
+        self._slots = [*(slot for slot, has_any in zip(slots, flags, strict=True) if has_any), GradientSlot(total, {})]
+        self.overlapped = None
+        if holds:
+            others = [slot.parameter for slot, has_any in zip(slots, flags, strict=True) if not has_any]
+            self.overlapped = OverlappedSum(
+                self._ranks.reduction, self._slots, self._factor, others, self._ranks.own_time
+            )
+            return True
+        # Of one bucket there is nothing to overlap.
+        may_overlap = all(one["may_hold"] for one in gathered) and len(self._ranks.reduction.divide(self._slots)) > 1
+        self._ranks.known = KnownGradients(whole, flags) if may_overlap else None
         self._end()
         return True
+
+    def _resume(self) -> None:
+        """Let this rank run passes again, which an interrupt may end."""
+        self._ranks.own_time.resume()
+        self._interrupts.close()
+
+    def confirm_sum(self, did: Mapping[str, int], *, is_done: bool) -> bool:
+        """Return whether every rank has done its last backward pass, with the gradients that were expected.
+
+        If not, all run the step again.
+        """
+        assert self.overlapped is not None  # noqa: S101 - narrows for mypy
+        values = {"is_done": is_done, "varies": is_done and self.overlapped.is_doubtful}
+        values |= self._describe_update() if is_done else {}
+        numbers = {"seconds": self._ranks.own_time.read(), **did}
+        gathered = self._agreement.gather("last backward pass", numbers, **values)
+        self._ranks.have_varied |= any(one["varies"] for one in gathered)
+        if any(one["varies"] or not one["is_done"] for one in gathered):
+            self._slots, self.overlapped = (), None  # which hold gradients
+            self._resume()
+            return False
+        self._refuse_differences(gathered)
+        self._note_ranks(gathered, did)
+        self._end()
+        return True
+
+    def _note_ranks(self, gathered: Sequence[Mapping[str, Any]], did: Mapping[str, int]) -> None:
+        self.ranks = tuple(
+            RankStep(rank=rank, seconds=one["seconds"], **{name: int(one[name]) for name in did})
+            for rank, one in enumerate(gathered)
+        )
 
     @torch.no_grad()
     def sum(
@@ -208,7 +269,8 @@ class SharedStep:
         if self._factor is None:
             return None
         self._send_buffers()
-        self._ranks.reduction.sum(self._slots, self._factor)
+        if self.overlapped is None:
+            self._ranks.reduction.sum(self._slots, self._factor)
         _correct([parameter for parameter in parameters if has_shards(parameter)], sums, self._factor)
         return self._slots[-1].parameter.grad
 
@@ -304,6 +366,11 @@ def _are_close(rates: Sequence[float], others: Sequence[float]) -> bool:
     """Return whether rates are equal up to the last bits, which may differ between processors."""
     pairs = zip(rates, others, strict=False)
     return len(rates) == len(others) and all(math.isclose(a, b, rel_tol=_RATES_DIFFER_BY) for a, b in pairs)
+
+
+def _whole(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the trained parameters that are not sharded."""
+    return [parameter for parameter in parameters if parameter.requires_grad and not has_shards(parameter)]
 
 
 def _fill(slots: Sequence[GradientSlot], parameters: Sequence[torch.Tensor]) -> None:

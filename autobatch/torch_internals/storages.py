@@ -81,6 +81,12 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
                 yield from storages_of(part)
 
 
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Return whether another tensor, such as a view, has the same storage."""
+    storage = tensor.untyped_storage()  # the second of its two users, if no other tensor is one
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # noqa: SLF001 - no public equivalent
+
+
 def lacks_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a wrapper that does not name the tensors with its values."""
     if type(tensor) in _PLAIN or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):

@@ -4,18 +4,18 @@
 2. ``begin`` cuts the batches into micro-batches, and counts what their losses are divided by.
 3. ``attempt`` runs each micro-batch: forward, divide the loss, backward. It returns why memory ran out, if it did.
 4. After a shortage the caller restores the record and calls ``cut_again``; then ``attempt`` runs all samples again.
-5. With several ranks ``agree`` lets all make the step, or none.
-6. ``complete`` makes ``.grad`` the gradient of the whole batch, earlier gradients included.
+5. ``complete`` makes ``.grad`` the gradient of the whole batch, earlier gradients included.
 
-Training (``runner``) goes through these itself. Trials and comparisons call ``run``, which does not retry.
+Training (``runner``) goes through these itself, and several ranks agree before 5 (``rank_accumulation``). Trials and
+comparisons call ``run``, which does not retry.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,14 +33,13 @@ from autobatch.step.loop_guard import find_hooks
 from autobatch.step.model_info import is_compiled
 from autobatch.step.totals import refuse_totals
 from autobatch.step.workload import Workload, split_output
-from autobatch.torch_internals.storages import has_shards
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.batches import cut_weighed, find_least_size, refuse_larger_micro_batches
 from autobatch.training.given_backward import Backward
 from autobatch.training.misuse import BatchWatch, GradientWatch
 from autobatch.training.stated_counts import StatedCounts, check_counts, find_doubtful, read_stated
 from autobatch.training.weights import StepLoss, check_additive
-from autobatch.undo.gradients import Float32Sums, gradient_dtype, join_sparse_rows
+from autobatch.undo.gradients import Float32Sums, join_sparse_rows
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 from autobatch.undo.written_memory import WrittenMemory
@@ -145,7 +144,8 @@ class Accumulation:
             self._is_additive = True
         is_scaled, per_sample = self.scale is not None, self.counted_per_sample
         loss = StepLoss(micro_batches, weighed=weighed, counted_per_sample=per_sample, is_scaled=is_scaled)
-        progress = AccumulationState(groups, micro_batches, loss, watch, had_gradients=undo.gradients.are_there)
+        had_gradients = undo.gradients.are_there
+        progress = AccumulationState(groups, micro_batches, loss, watch, had_gradients=had_gradients, shared=shared)
         if shared is not None:
             if not loss.are_exact:  # a sum that does not depend on how this rank's samples are cut
                 loss.count_again(self._cut_wholes(batches))
@@ -159,13 +159,23 @@ class Accumulation:
         """
         if not progress.micro_batches:  # a rank without samples
             return None
-        handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         self._sums.clear()  # of an attempt that failed, here or on another rank
         if self.in_float32 and len(progress.micro_batches) > 1:
             self._sums.begin(self._parameters)
+        block = self._watch(undo, progress) if self._is_watched else nullcontext()
+        return self._find_shortage(self._run_micro_batches, progress, undo, block)
+
+    def _find_shortage(
+        self,
+        run: Callable[[AccumulationState], None],
+        progress: AccumulationState,
+        undo: Undo,
+        block: AbstractContextManager[None],
+    ) -> Shortage | None:
+        handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         try:
-            with self._watch(undo, progress) if self._is_watched else nullcontext():
-                self._run_micro_batches(progress)
+            with block:
+                run(progress)
         except Exception as error:
             self.watched = max(self.watched, 1)
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
@@ -232,11 +242,15 @@ class Accumulation:
             refuse_totals(losses)
             self.workload.check_leaves(part, self.stand_ins())
             self.leaves_are_known = True  # going through the graph takes as long as a forward pass
+        self._end_micro_batch(part, samples, progress)
+        return aux
+
+    def _end_micro_batch(self, part: torch.Tensor | None, samples: Any, progress: AccumulationState) -> None:
+        """Run the backward pass; the samples are held until then."""
         progress.phase, progress.running = "backward", "the backward pass of your loss"
         self._run_backward(part)
         progress.running = ""
         self._join_sparse_rows(progress)
-        return aux
 
     def _join_sparse_rows(self, progress: AccumulationState) -> None:
         if self._is_watched or self._has_sparse or not self.is_training:
@@ -267,31 +281,6 @@ class Accumulation:
         smaller = self._cut(progress.groups, largest)
         check_additive(progress.micro_batches, smaller)
         progress.begin_again(smaller)
-
-    def fill(self, undo: Undo) -> None:
-        """Give zeros to parameters that have only an earlier gradient: their update needs state and room, too."""
-        for parameter, gradient in zip(undo.gradients.parameters, undo.gradients.gradients, strict=True):
-            has_none = parameter.grad is None and parameter not in self._sums.by_parameter
-            if gradient is not None and has_none and parameter.requires_grad and not has_shards(parameter):
-                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-
-    def agree(self, progress: AccumulationState, undo: Undo, shared: SharedStep, did: Mapping[str, int]) -> bool:
-        """Let all ranks agree that they make the step; see ``SharedStep.agree``."""
-        if self._stated.is_due:
-            self._check_counts(progress, is_shared=True)
-        loss, sizes = progress.loss, progress.micro_batch_sizes
-        counted, unit = loss.divisor()
-        did = {**did, "samples": sum(sizes), "micro_batch_size": max(sizes, default=0), "retries": progress.retries}
-        return shared.agree(
-            self.workload.parameters(),
-            self._sums.by_parameter,
-            dict(zip(undo.gradients.parameters, undo.gradients.gradients, strict=True)),
-            loss.value,
-            counted=counted,
-            unit=unit,
-            states=loss.unit is not None,
-            did=did,
-        )
 
     def complete(self, progress: AccumulationState, undo: Undo, shared: SharedStep | None = None) -> None:
         """Make ``.grad`` the gradient of the whole batch, and of all ranks, with earlier gradients added."""

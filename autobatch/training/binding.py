@@ -24,10 +24,10 @@ from autobatch.step.whole_batch import refuse_sharded
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.strategies.checkpointing import checkpointed
 from autobatch.torch_internals.storages import has_shards
-from autobatch.training.accumulation import Accumulation
 from autobatch.training.batches import find_bound
 from autobatch.training.given_backward import Backward, GivenBackward
 from autobatch.training.lockstep_accumulation import LockstepAccumulation
+from autobatch.training.rank_accumulation import RankAccumulation
 from autobatch.training.whole_batch import accumulation_for
 
 _RATES_SHOWN = 3
@@ -74,7 +74,7 @@ def make_accumulation(
     scaler: Any | None,
     keep: Sequence[Any],
     backward: Backward | None,
-) -> Accumulation:
+) -> RankAccumulation:
     if is_sharded:
         refuse_sharded(workload.step)
     return (LockstepAccumulation if is_sharded else accumulation_for(workload))(

@@ -40,9 +40,9 @@ from autobatch.records import IN_EACH
 from autobatch.step.losses import losses_of
 from autobatch.step.model_info import refuses_one_sample
 from autobatch.step.workload import Workload
-from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.given_backward import Backward
+from autobatch.training.rank_accumulation import RankAccumulation
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 
@@ -51,7 +51,7 @@ _SPARE = 2
 
 
 @dataclass
-class LockstepAccumulation(Accumulation):
+class LockstepAccumulation(RankAccumulation):
     """Accumulates the gradients of one workload with sharded parameters, batch after batch.
 
     Ranks run equally many micro-batches; one with fewer runs passes whose gradient is 0. After a dropped pass all ranks

@@ -35,7 +35,7 @@ from autobatch.distributed.parallelism import begin_step, find_ranks, take_modul
 from autobatch.distributed.ranks import all_or_none
 from autobatch.distributed.sharded import ClippedShardedStep, ShardedRanks, ShardedStep
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
+from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.events import Hook
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
@@ -47,7 +47,7 @@ from autobatch.result import StepResult
 from autobatch.step.loop_guard import refuse_sample_gradients
 from autobatch.step.model_info import refuses_one_sample
 from autobatch.step.workload import Step, Weigh
-from autobatch.training.accumulation_state import AccumulationState
+from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.batches import GivenBatches, read_division
 from autobatch.training.binding import (
     check_plan,
@@ -61,7 +61,7 @@ from autobatch.training.given_backward import Backward
 from autobatch.training.misuse import SteppedObjects, StepSizes
 from autobatch.training.step_events import StepEvents, check_hooks
 from autobatch.training.step_memory import StepMemory
-from autobatch.training.update import Update, check_options, explain_no_retry
+from autobatch.training.update import Update, check_options, explain_shortage
 from autobatch.undo.interrupts import deferred_interrupts
 from autobatch.undo.undo import Undo
 from autobatch.undo.user_objects import check_objects
@@ -236,14 +236,12 @@ class StepRunner:
                 undo.gradients.set_aside()
             size = self._memory.begin(accumulation.smallest)
             progress = accumulation.begin(layouts, size, undo, shared)
-            while (shortage := accumulation.attempt(progress, undo)) is not None:
+            while (shortage := self._attempt(progress, undo, shared, applied)) is not None:
                 # Only now, after the ``except`` block in attempt(), has the traceback let go of the step's tensors.
-                undo.restart()
-                accumulation.cut_again(progress, self._memory.after_shortage(self.steps, shortage))
-            while not self._agree(progress, undo, shared, applied):
-                # Another rank has gradients that this one lacked: now it has zeros, and makes state in the same order.
                 if applied is not None:
                     applied.cancel()
+                undo.restart()
+                accumulation.cut_again(progress, self._memory.after_shortage(self.steps, shortage))
             accumulation.complete(progress, undo, shared)
             if progress.loss.value is not None:
                 self._finish(undo, shared, applied)
@@ -261,7 +259,7 @@ class StepRunner:
             return None
         self._undo(undo, applied)
         self._device.reclaim()
-        raise self._explain_shortage(shared, reason)
+        raise explain_shortage(self.steps, self.plan, reason, is_agreed=shared is not None and shared.is_agreed)
 
     def _undo(self, undo: Undo, applied: Update | None) -> None:
         with deferred_interrupts():
@@ -271,26 +269,32 @@ class StepRunner:
             finally:
                 self._accumulation.undo(undo)
 
-    def _explain_shortage(self, shared: SharedStep | None, reason: str) -> AutobatchError:
-        """Return the error of a step that ran out of memory after its micro-batches, and was undone."""
-        if shared is not None and shared.is_agreed:
-            return CannotRetry(
-                f"ran out of memory after the ranks had agreed on the step ({reason}): this rank's parameters lack "
-                f"it, {explain_no_retry(self.steps, self.plan)}"
-            )
-        return DoesNotFit(
-            f"ran out of memory after the last backward pass, before the update ({reason}); the step was undone: free "
-            f"memory or pass more headroom="
-        )
-
-    def _agree(
+    def _attempt(
         self, progress: AccumulationState, undo: Undo, shared: SharedStep | None, applied: Update | None
-    ) -> bool:
-        """Let all ranks make the step, or none, after what can fail on one of them alone; see ``SharedStep.agree``."""
+    ) -> Shortage | None:
+        """Run all passes, and let all ranks agree on the step; return why it has to be run again, if it has to."""
+        accumulation = self._accumulation
+        shortage = accumulation.attempt(progress, undo)
         if shared is None:
-            return True
+            return shortage
+        while shortage is None and not self._agree(progress, undo, shared, applied):
+            # Another rank has gradients that this one lacked: now it has zeros, and makes state in the same order.
+            # Or another rank has not held its last backward pass back.
+            if applied is not None:
+                applied.cancel()
+            shortage = accumulation.run_held(progress, undo)
+        if shortage is not None or progress.held is None:
+            return shortage
+        shortage = accumulation.run_held(progress, undo, shared.overlapped)
+        if shortage is None:
+            self._make_room(applied)
+        return accumulation.confirm_sum(progress, undo, shared, self._memory.read_peaks(), shortage)
+
+    def _agree(self, progress: AccumulationState, undo: Undo, shared: SharedStep, applied: Update | None) -> bool:
+        """Let all ranks make the step, or none, after what can fail on one of them alone; see ``SharedStep.agree``."""
         self._accumulation.fill(undo)
-        self._make_room(applied)
+        if progress.held is None:
+            self._make_room(applied)
         return self._accumulation.agree(progress, undo, shared, self._memory.read_peaks())
 
     def _make_room(self, applied: Update | None) -> None:
@@ -328,13 +332,7 @@ class StepRunner:
             self._workload.drop_gradients()
 
     def _report(
-        self,
-        step: int,
-        done: AccumulationState,
-        shared: SharedStep | None,
-        started: float,
-        *,
-        update: bool,
+        self, step: int, done: AccumulationState, shared: SharedStep | None, started: float, *, update: bool
     ) -> StepResult:
         """Report a finished step, and choose the next one's size."""
         assert done.loss.value is not None  # noqa: S101 - narrows for mypy

@@ -136,7 +136,7 @@ class StepMemory:
 
     def after_shortage(self, step: int, shortage: Shortage) -> int:
         self._device.reclaim()
-        if not shortage.failed_size:  # another rank ran out of memory
+        if not shortage.failed_size:  # this rank did not run out of memory
             return self.pace.size
         if shortage.has_held_sums:
             self.summing = self.summing.after_shortage()

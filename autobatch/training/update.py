@@ -25,7 +25,7 @@ from autobatch._arguments import is_instance_with, takes_none
 from autobatch._formatting import format_bytes, name_type, show_value
 from autobatch._user_errors import add_note, note_where
 from autobatch._wrappers import SeveralOptimizers, members_of, state_of, unwrap_optimizer
-from autobatch.errors import CannotRetry, InvalidArgument
+from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.undo.gradients import gradient_dtype
@@ -224,6 +224,19 @@ def explain_no_retry(step: int, plan: Plan) -> str:
     return (
         f"so step {step} was not retried; load your last checkpoint, and plan with the optimizer and more headroom= "
         f"than {format_bytes(plan.headroom_bytes)}"
+    )
+
+
+def explain_shortage(step: int, plan: Plan, reason: str, *, is_agreed: bool) -> AutobatchError:
+    """Return the error of a step that ran out of memory after its micro-batches, and was undone."""
+    if is_agreed:
+        return CannotRetry(
+            f"ran out of memory after the ranks had agreed on the step ({reason}): this rank's parameters lack "
+            f"it, {explain_no_retry(step, plan)}"
+        )
+    return DoesNotFit(
+        f"ran out of memory outside the micro-batches, before the update ({reason}); the step was undone: free memory "
+        f"or pass more headroom="
     )
 
 

@@ -34,9 +34,9 @@ from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.step.whole_batch import PerRank, RankBatch, WholeBatch, read_loss, read_rows
 from autobatch.step.workload import Workload, split_output
-from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.misuse import GradientWatch
+from autobatch.training.rank_accumulation import RankAccumulation
 from autobatch.undo.random_state import RandomState
 from autobatch.undo.undo import Undo
 
@@ -62,7 +62,7 @@ class Kept(NamedTuple):
 
 
 @dataclass
-class WholeBatchAccumulation(Accumulation):
+class WholeBatchAccumulation(RankAccumulation):
     """Accumulates the gradient of one ``WholeBatch`` on one device, batch after batch."""
 
     imitated: int = 0  # rows in the loss of the step that a trial imitates
@@ -262,9 +262,9 @@ class WholeBatchAccumulation(Accumulation):
             return function(*arguments)
 
 
-def accumulation_for(workload: Workload) -> type[Accumulation]:
+def accumulation_for(workload: Workload) -> type[RankAccumulation]:
     """Return the class that accumulates the gradients of a workload whose parameters are not sharded."""
-    return WholeBatchAccumulation if isinstance(workload.step, WholeBatch) else Accumulation
+    return WholeBatchAccumulation if isinstance(workload.step, WholeBatch) else RankAccumulation
 
 
 def _join(

@@ -98,7 +98,7 @@ class Undo:
         """Refuse to run a step again that wrote into memory without a copy."""
         if lost := self.find_lost():
             raise CannotRetry(
-                f"ran out of memory ({reason}) after the step wrote for the first time into a tensor of shape "
+                f"cannot run the step again ({reason}) after the step wrote for the first time into a tensor of shape "
                 f"{tuple(lost[0].shape)}; there was no copy: it keeps what was written, all else was restored; load "
                 f"your last checkpoint"
             )

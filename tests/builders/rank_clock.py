@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autobatch.distributed import ranks
+from autobatch.distributed import own_time
 from autobatch.fitting import probe
 
 
@@ -24,4 +24,4 @@ CLOCK = Clock()
 
 def stop_time() -> None:
     """Measure ranks by ``CLOCK`` from here on, for good: in the process of a rank."""
-    ranks.time = probe.time = CLOCK
+    own_time.time = probe.time = CLOCK

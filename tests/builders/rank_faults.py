@@ -65,6 +65,16 @@ class RankTraining(Training):
         return DistributedDataParallel(model, broadcast_buffers=not overlaps, init_sync=not overlaps)
 
 
+class OverlappingTraining(RankTraining):
+    """One whose gradients fill several buckets, which are summed in the last backward pass after three steps."""
+
+    def _make_runner(self) -> autobatch.Runner:
+        runner = super()._make_runner()
+        ranks: Any = runner._ranks
+        ranks.reduction._bucket_bytes = 512
+        return runner
+
+
 class RankJudge(Judge):
     """Compares with the run in which each rank had used its committed micro-batches from the start."""
 
@@ -162,6 +172,7 @@ class HybridTraining(HoldingTraining):
 KINDS = {
     "hybrid, summed once": HybridTraining,
     "whole": RankTraining,
+    "summed in the last pass": OverlappingTraining,
     "sharded": ShardedTraining,
     "sharded, summed once": HoldingTraining,
 }

@@ -78,6 +78,13 @@ def test_the_proof_on_ranks(part, size, capsys, total):
     check(NAMES[part::3], size, capsys, total, **CHOSEN)
 
 
+@pytest.mark.timeout(LIMIT + 100)
+@pytest.mark.parametrize("size", sample([2, 3], 2))
+def test_the_proof_with_sums_in_the_last_backward_pass(size, capsys, total):
+    """A rank that fails between two buckets takes part in the others: bitwise as above."""
+    check(sample(NAMES, 5), size, capsys, total, kind="summed in the last pass", earlier_steps=3, **CHOSEN)
+
+
 @needs_sharding
 @pytest.mark.timeout(LIMIT + 100)
 @pytest.mark.parametrize("size", sample([2, 3], 2))

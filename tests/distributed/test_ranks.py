@@ -2,6 +2,7 @@
 
 import sys
 import time
+import tracemalloc
 import types
 
 import pytest
@@ -12,8 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
+from autobatch.distributed.own_time import OwnTime
 from autobatch.distributed.parallelism import find_ranks
-from autobatch.distributed.ranks import OwnTime, digest_values, world_size
+from autobatch.distributed.ranks import digest_values, world_size
 from autobatch.errors import InvalidArgument
 
 pytestmark = pytest.mark.quick
@@ -111,6 +113,23 @@ def test_on_the_cpu_it_is_the_clock():
     most = time.perf_counter() - began
     time.sleep(0.05)
     assert 0.02 <= own.read() <= most
+
+
+def test_time_in_many_parts_takes_memory_for_each_part_once():
+    """A step of thousands of buckets stops the clock before each."""
+    own = OwnTime(torch.device("cpu"))
+    tracemalloc.start()
+    try:
+        own.start()
+        for _ in range(2000):
+            own.stop()
+            own.resume()
+        own.stop()
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 0 < own.read() < 10
+    assert peak_bytes < 1e6
 
 
 class Stream:

@@ -23,7 +23,7 @@ from autobatch._arguments import check_choice
 from autobatch._bounds import LONGEST_LIST
 from autobatch._formatting import show_value
 from autobatch.distributed.data_parallel import SharedBuffers, module_of
-from autobatch.distributed.reduction import GradientSlot, Reduction, make_loss
+from autobatch.distributed.reduction import Bucket, GradientSlot, Reduction, make_loss
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.prediction import Strategy
 from autobatch.prediction.tracing.fake_device import DEVICE
@@ -105,7 +105,9 @@ class OneRank:
 
 
 class _UnsentReduction(Reduction):
-    def _sum_bucket(self, bucket: torch.Tensor) -> None: ...
+    def start(self, bucket: Bucket) -> None: ...
+
+    def wait(self, work: object) -> None: ...
 
 
 class Replicated(OneRank):
