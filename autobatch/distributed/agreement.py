@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 from autobatch.distributed.channel import Channel
@@ -26,7 +27,7 @@ class Agreement:
 
     def __init__(self, channel: Channel, name: str, runner: int | None = None) -> None:
         """Send nothing yet; ``runner`` is the number of the Runner that was called, the same on all ranks."""
-        self._channel, self._name = channel, name
+        self._channel, self._name, self._runner = channel, name, runner
         self._call = name if runner is None else f"{name} of Runner {runner}"
         channel.is_over = False
 
@@ -58,6 +59,8 @@ class Agreement:
             numbers = numbers or {}
             message = {"call": f"{self._call}, {point}", "numbers": [*numbers], **values}
             messages, rows = self._send(message, [*numbers.values()])
+            while self._give_update(messages):
+                messages, rows = self._send(message, [*numbers.values()])
             failures = {rank: message for rank, message in enumerate(messages) if "error" in message}
             if failures:
                 raise self.refuse(self._explain(failures))
@@ -98,6 +101,40 @@ class Agreement:
         """Keep an error in the update, which other ranks make, for this rank's next message."""
         self._channel.owed = {"error": name_error(error), "update": self._name}
 
+    def take_update(self, error: BaseException, longest_wait: timedelta) -> int | None:
+        """Wait for the other ranks' next call, and take the update that failed on this rank from one that made it.
+
+        Returns:
+            Rank that gave it; ``None`` if none could. The other ranks know of the error in any case.
+        """
+        if self._runner not in self._channel.updates:
+            self.owe(error)
+            return None
+        message = {"error": name_error(error), "update": self._name, "lacks": self._runner}
+        try:
+            messages, _ = self._channel.exchange(message, longest_wait=longest_wait)
+            return _find_giver(messages) if self._give_update(messages, is_lacking=True) else None
+        except (RankLost, TimeoutError):
+            return None
+        finally:
+            self.end()
+
+    def _give_update(self, messages: Sequence[Mapping[str, Any]], *, is_lacking: bool = False) -> bool:
+        """Send the update to the ranks that lack it; return whether all ranks have it now."""
+        others = [one for one in messages if "lacks" not in one]
+        runners = {one["lacks"] for one in messages if "lacks" in one}
+        if len(runners) != 1 or not others or any("error" in one for one in others):
+            return False
+        update = self._channel.updates.get(runners.pop())
+        # A rank's optimizer may have hooks. Or a rank has raised that it lacks the update, when it had waited for long.
+        can_copy = update is not None and is_lacking == ("lacks" in messages[self._channel.rank])
+        have, _ = self._channel.exchange(can_copy)
+        return (
+            update is not None
+            and all(have)
+            and update.copy(self._channel, _find_giver(messages), is_lacking=is_lacking)
+        )
+
     def _send(
         self, message: dict[str, Any], numbers: Sequence[float] = ()
     ) -> tuple[list[dict[str, Any]], list[Sequence[float]]]:
@@ -115,6 +152,10 @@ class Agreement:
                 f"load your last checkpoint on every rank"
             )
         return RankFailed(f"{self._name} was undone on every rank, because it failed on one: {listed}")
+
+
+def _find_giver(messages: Sequence[Mapping[str, Any]]) -> int:
+    return next(rank for rank, one in enumerate(messages) if "lacks" not in one)
 
 
 def name_error(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ class Channel:
         exchanges: Number of exchanges that have begun, the same on all ranks.
         is_over: Whether no other rank waits for this one: all have ended the last call, by success or failure.
         owed: Message about an error that the other ranks have not been sent yet.
+        updates: What other ranks can take of each Runner's last update, by the Runner's number.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -65,6 +66,8 @@ class Channel:
         self.rank, self.size = dist.get_rank(group), len(self.members)
         self.timeout, self.exchanges, self.is_over = _timeout_of(owner), 0, True
         self.owed: dict[str, Any] | None = None
+        self.updates = WeakValueDictionary[int, Any]()  # each an ``UpdateCopy``
+        self._unanswered: tuple[bytes, Callable[[timedelta], bytes]] | None = None
         self._name, self._loss = owner.group_name, ""
         self._rows, self._held = bytearray(_ROW.size * self.size), tuple[torch.Tensor, ...]()
         self._rounds = self._plan_rounds()
@@ -73,13 +76,17 @@ class Channel:
         _open.add(self)
         self._lost_ranks.processes = [Process(*fields) for fields in self.exchange(find_process())[0]]
 
-    def exchange(self, message: Any, numbers: Sequence[float] = ()) -> tuple[list[Any], list[Sequence[float]]]:
+    def exchange(
+        self, message: Any, numbers: Sequence[float] = (), longest_wait: timedelta = timedelta()
+    ) -> tuple[list[Any], list[Sequence[float]]]:
         """Send a message that JSON can hold, and numbers, to all ranks; return those of each rank, by rank.
 
         Numbers may differ between ranks at no cost; different messages are sent, too. Zeros may follow the numbers.
 
         Raises:
             RankLost: A rank is gone or did not answer within the timeout. Every later exchange raises it again.
+            TimeoutError: The other ranks did not answer within ``longest_wait``, if that is not zero. They may still
+                answer: the next exchange ends this one, and sends no message of its own.
         """
         if self._loss:
             raise RankLost(self._loss)
@@ -87,17 +94,23 @@ class Channel:
             raise RankLost(
                 "the process group was destroyed: initialize it again, wrap the model in it, and make a new Runner"
             )
-        self.exchanges += 1
-        content = json.dumps([message, [*numbers[_NUMBERS:]]]).encode()
-        digest = hashlib.blake2b(content, digest_size=len(_NO_HASH)).digest()
-        first = [*numbers[:_NUMBERS], *[0.0] * (_NUMBERS - len(numbers))]
+        if self._unanswered is None:
+            self.exchanges += 1
+            content = json.dumps([message, [*numbers[_NUMBERS:]]]).encode()
+            digest = hashlib.blake2b(content, digest_size=len(_NO_HASH)).digest()
+            first = [*numbers[:_NUMBERS], *[0.0] * (_NUMBERS - len(numbers))]
+            row = _ROW.pack(digest, len(content), *first)
         with self.collective("an exchange of messages"):
-            share_row = self._send_to_all if self.size <= _MOST_DIRECT else self._pass_on
-            rows = [*_ROW.iter_unpack(share_row(_ROW.pack(digest, len(content), *first)))]
-            if all(row[0] == digest for row in rows):
+            if self._unanswered is None:
+                share = self._send_to_all if self.size <= _MOST_DIRECT else self._pass_on
+                self._unanswered = content, share(row)
+            content, receive = self._unanswered
+            rows = [*_ROW.iter_unpack(receive(longest_wait))]
+            self._unanswered = None
+            if all(row[:2] == rows[0][:2] for row in rows):
                 read = [json.loads(content)] * self.size
             else:
-                received = self._send_to_all(content.ljust(max(row[1] for row in rows)))
+                received = self._send_to_all(content.ljust(max(row[1] for row in rows)))(timedelta())
                 slot = len(received) // self.size
                 read = [json.loads(received[slot * rank :][:slot]) for rank in range(self.size)]
         return [one for one, _ in read], [(*row[2:], *rest) for row, (_, rest) in zip(rows, read, strict=True)]
@@ -139,7 +152,7 @@ class Channel:
 
     def close(self) -> None:
         """End the threads of the gloo group; every later exchange raises ``RankLost``."""
-        if not self._loss:  # else gloo may wait for the lost rank
+        if not self._loss and self._unanswered is None:  # else gloo may wait for the other ranks
             self._loss = "the channel between the ranks is closed: this process ends"
             del self._group  # dropping the last reference joins the threads
 
@@ -177,8 +190,16 @@ class Channel:
                 f"({_first_line(error)})"
             ) from error
 
-    def _send_to_all(self, content: bytes) -> bytes:
-        """Send as many bytes as the other ranks do to each of them; return those of all ranks, by rank.
+    def _wait(self, work: Any, longest_wait: timedelta) -> None:
+        try:
+            work.wait(longest_wait)
+        except RuntimeError:
+            if not longest_wait or self._lost_ranks.has_lost():
+                raise
+            raise TimeoutError from None
+
+    def _send_to_all(self, content: bytes) -> Callable[[timedelta], bytes]:
+        """Send as many bytes as the other ranks do to each of them; return what waits for those of all ranks, by rank.
 
         gloo's gather goes round in a ring. It took 1.4 to 2 times as long on 2 to 4 ranks. Only the neighbours of a
         lost rank notice it.
@@ -188,11 +209,16 @@ class Channel:
             sent, received = (torch.frombuffer(part, dtype=torch.uint8) for part in memory)
         # gloo's thread drops its references some time later; dropping the last one needs the interpreter's lock.
         self._held = sent, received
-        self._group.alltoall_base(received, sent, [], []).wait()
-        return bytes(memory[1])
+        work = self._group.alltoall_base(received, sent, [], [])
 
-    def _pass_on(self, row: bytes) -> bytes:
-        """Send this rank's row in rounds; return those of all ranks, by rank.
+        def receive(longest_wait: timedelta) -> bytes:
+            self._wait(work, longest_wait)
+            return bytes(memory[1])
+
+        return receive
+
+    def _pass_on(self, row: bytes) -> Callable[[timedelta], bytes]:
+        """Send this rank's row in rounds; return what waits for those of all ranks, by rank.
 
         A rank that misses rows still takes part to the end, so that all others miss them, too.
         """
@@ -206,15 +232,21 @@ class Channel:
 
         self._rows[:] = row.ljust(len(self._rows), b"\0")
         works = [attempt(self._group.recv, [received], source, 0) for _, _, received, source in self._rounds]
-        for work, (sent, receiver, _, _) in zip(works, self._rounds, strict=True):
-            for one in (work, attempt(self._group.send, [sent], receiver, 0)):
-                if one is not None:
-                    attempt(one.wait)
-        rows = [*_ROW.iter_unpack(self._rows)]
-        if failures or any(one[0] == _NO_HASH for one in rows):  # a rank that comes too late has all rows
-            raise failures[0] if failures else RuntimeError("the row of a rank did not come")
-        first = (self.size - self.rank) * _ROW.size  # the row of rank 0
-        return bytes(self._rows[first:] + self._rows[:first])
+        begun = [attempt(self._group.send, [sent], receiver, 0) for sent, receiver, _, _ in self._rounds[:1]]
+
+        def receive(longest_wait: timedelta) -> bytes:
+            for number, (sent, receiver, _, _) in enumerate(self._rounds):
+                sends = attempt(self._group.send, [sent], receiver, 0) if number else begun[0]
+                for work in (works[number], sends):
+                    if work is not None:
+                        attempt(self._wait, work, longest_wait if number == 0 else timedelta())
+            rows = [*_ROW.iter_unpack(self._rows)]
+            if failures or any(one[0] == _NO_HASH for one in rows):  # a rank that comes too late has all rows
+                raise failures[0] if failures else RuntimeError("the row of a rank did not come")
+            first = (self.size - self.rank) * _ROW.size  # the row of rank 0
+            return bytes(self._rows[first:] + self._rows[:first])
+
+        return receive
 
     def _plan_rounds(self) -> list[tuple[torch.Tensor, int, torch.Tensor, int]]:
         """Return for each round: rows to send, their receiver, memory for rows, their sender.

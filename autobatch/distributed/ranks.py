@@ -16,6 +16,7 @@ from autobatch.distributed.channel import open_channel
 from autobatch.distributed.overlapped_sum import KnownGradients
 from autobatch.distributed.own_time import OwnTime
 from autobatch.distributed.reduction import Reduction
+from autobatch.distributed.update_copy import UpdateCopy, are_copyable
 from autobatch.errors import InvalidArgument
 from autobatch.torch_internals.storages import has_shards, is_uninitialized
 
@@ -37,12 +38,14 @@ class Ranks:
         number: Number that tells one Runner from another, the same on all ranks.
         by_term: Whether ``weigh`` counts each term by itself, the same on all ranks; ``None`` until a rank has samples.
         known: Gradients of the last step that was summed after its backward pass, the same on all ranks.
+        update: The last update, if another rank can take it.
         have_varied: Whether a step had others than were expected, so that sums begin after the backward pass.
     """
 
     by_term: bool | None = None
     known: KnownGradients | None = None
     have_varied: bool = False
+    update: UpdateCopy | None = None
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         """Collective the first time that a process group is used."""
@@ -50,6 +53,12 @@ class Ranks:
         self.rank, self.size, self.number = self.channel.rank, self.channel.size, self.channel.exchanges
         self.reduction = Reduction(group, self.channel)
         self.own_time = OwnTime(next(model.parameters()).device)
+        self._group = group
+
+    def share_updates(self, optimizers: Sequence[Any], scaler: Any | None) -> None:
+        """Let a rank that runs out of memory in these optimizers' step take the update from another one, if it can."""
+        if optimizers and are_copyable(optimizers):
+            self.update = self.channel.updates[self.number] = UpdateCopy(self._group, optimizers, scaler)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from autobatch.events.runner_events import RankStep
 from autobatch.torch_internals.storages import has_shards
 from autobatch.undo.gradients import gradient_dtype
 from autobatch.undo.interrupts import deferred_interrupts
+
+_SHORTEST_WAIT = 30.0  # seconds
 
 _MOST_RATES = 16
 _RATES_DIFFER_BY = 1e-9
@@ -76,6 +79,16 @@ class SharedStep:
             self._agreement.fail(error)
         elif not isinstance(error, RankLost):
             self._agreement.owe(error)
+
+    def take_update(self, error: BaseException) -> int | None:
+        """Take the update that ran out of memory on this rank from one that made it; return that rank, if there is one.
+
+        This rank waits for the next call of the others. If they make none for as long as ten such steps take, they may
+        wait for this rank in a collective of the user's own.
+        """
+        self.is_agreed = False  # the other ranks will know of the error in any case
+        wait = timedelta(seconds=max(_SHORTEST_WAIT, 10 * self._ranks.own_time.read()))
+        return self._agreement.take_update(error, min(wait, self._ranks.channel.timeout))
 
     def share_rows(self) -> SharedRows:
         """Return what gathers the representations of this step's loss over the ranks."""

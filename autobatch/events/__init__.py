@@ -24,6 +24,7 @@ from autobatch.events.runner_events import (
     StepFinished,
     SteppedTwice,
     StepSkipped,
+    UpdateCopied,
 )
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "StepSkipped",
     "SteppedTwice",
     "TrialFinished",
+    "UpdateCopied",
     "emit",
     "log_event",
 ]

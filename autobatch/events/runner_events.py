@@ -62,6 +62,23 @@ class Retried(StepEvent):
         )
 
 
+class UpdateCopied(StepEvent):
+    """The optimizer's step ran out of memory on this rank; parameters and optimizer state were copied from another one.
+
+    Attributes:
+        giver: Number of the rank that had made the same update.
+    """
+
+    giver: Count
+    level: ClassVar[int] = logging.WARNING  # without another rank the run would have ended
+
+    def __str__(self) -> str:
+        return (
+            f"{self.source}step {self.step} ran out of memory inside the optimizer's step; parameters and optimizer "
+            f"state were copied from rank {self.giver}"
+        )
+
+
 class SizeChanged(StepEvent):
     """The micro-batch size changed between two steps, before ``step``.
 

@@ -35,7 +35,7 @@ from autobatch.distributed.parallelism import begin_step, find_ranks, take_modul
 from autobatch.distributed.ranks import all_or_none
 from autobatch.distributed.sharded import ClippedShardedStep, ShardedRanks, ShardedStep
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import AutobatchError, InvalidArgument
+from autobatch.errors import AutobatchError, CannotRetry, InvalidArgument
 from autobatch.events import Hook
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
@@ -173,6 +173,7 @@ class StepRunner:
             self._memory = StepMemory(plan, self._workload, self._device, self._division, self._events)
             self._has_reported_gradients, self._is_running, self._samples = False, False, 0
             if self._ranks is not None:
+                self._ranks.share_updates(optimizers, scaler)
                 self._ranks.by_term = None if weigh is not None else False
                 named = {"scaler": scaler, "schedulers": schedulers, "backward": backward}
                 gathered.append(describe_binding(plan, self._workload, self._device, max_grad_norm, **named))
@@ -317,7 +318,7 @@ class StepRunner:
             if gradients is not None:
                 gradients.settle()
             if applied is not None:
-                self._make_update(applied)
+                self._make_update(applied, shared)
             self._count(shared)
 
     def _count(self, shared: SharedStep | None) -> None:
@@ -325,11 +326,18 @@ class StepRunner:
         if shared is not None:
             shared.finish()
 
-    def _make_update(self, update: Update) -> None:
+    def _make_update(self, update: Update, shared: SharedStep | None) -> None:
+        """Step the optimizers; if memory runs out, take what they have made on another rank."""
         try:
             update.apply(self.steps)
+        except CannotRetry as error:
+            self._workload.drop_gradients()
+            if shared is None or (giver := shared.take_update(error)) is None:
+                raise
+            self._events.report_copied(self.steps, giver)
         finally:
             self._workload.drop_gradients()
+        update.step_schedulers()
 
     def _report(
         self, step: int, done: AccumulationState, shared: SharedStep | None, started: float, *, update: bool

@@ -23,6 +23,7 @@ from autobatch.events import (
     StepFinished,
     SteppedTwice,
     StepSkipped,
+    UpdateCopied,
     emit,
 )
 from autobatch.ledger.run_recorder import RunRecorder
@@ -98,6 +99,10 @@ class StepEvents:
             **self._of,
         )
         emit(retried, self._hooks)
+
+    def report_copied(self, step: int, giver: int) -> None:
+        """Report an update that was copied from another rank."""
+        emit(UpdateCopied(step=step, giver=giver, **self._of), self._hooks)
 
     def report_pace(self, step: int, old_size: int, pace: Pace) -> None:
         inexact = self._inexact if pace.size < old_size else ""

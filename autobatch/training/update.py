@@ -4,7 +4,8 @@
    SGD copies the first gradient, so SGD makes it in the step.
 2. ``prepare`` unscales and clips the gradients.
 3. ``cancel`` undoes both, until ``keep``.
-4. ``apply`` steps optimizers, scaler and schedulers. Once it has begun, parameters may have moved.
+4. ``apply`` steps optimizers and scaler. Once it has begun, parameters may have moved.
+5. ``step_schedulers`` steps what follows the optimizers.
 """
 
 from __future__ import annotations
@@ -97,20 +98,20 @@ class Update:
         self.keep()
 
     def apply(self, step: int) -> None:
-        """Step the optimizers, then the scaler and the schedulers."""
+        """Step the optimizers, then the scaler."""
         self.keep()
-        stepped, reason, handled = False, None, sys.exc_info()[1]
+        reason, handled = None, sys.exc_info()[1]
         try:
             for optimizer in self.optimizers:
                 optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
-            stepped = True
-            self._end_step()
+            if self.scaler is not None:
+                self.scaler.update()
         except BaseException as error:
             for optimizer in self.optimizers if self.scaler is not None else ():
                 # After a checkpoint is loaded, unscale_() must not raise that it was called already.
                 _write_entry(self.scaler, optimizer, None)
             if not isinstance(error, Exception) or not is_oom(error, handled=handled):
-                _note_update(error, stepped=stepped)
+                _note_update(error)
                 raise
             reason = describe_error(error, handled=handled)
         finally:
@@ -121,6 +122,20 @@ class Update:
                 f"ran out of memory inside the optimizer's step ({reason}): parameters may have moved, "
                 f"{explain_no_retry(step, self.plan)}"
             )
+
+    def step_schedulers(self) -> None:
+        """Step the schedulers, if the optimizers stepped; the user's own error passes, with a note."""
+        # The scale only falls when infinities made the scaler skip a step.
+        if not self.schedulers or (self.scaler is not None and self.scaler.get_scale() < self._scale):
+            return
+        try:
+            for scheduler in self.schedulers:
+                scheduler.step()
+        except BaseException as error:
+            add_note(error, _UPDATED if isinstance(error, Exception) else _INTERRUPTED)
+            if isinstance(error, Exception):
+                _LOG.warning("%s: %s", type(error).__name__, _UPDATED)
+            raise
 
     def _scale_and_clip(self) -> float:
         """Unscale and clip; returns the scale of the losses."""
@@ -134,30 +149,13 @@ class Update:
         # Reading the scale waits for the device: only where the scheduler needs to know whether the optimizer stepped.
         return self.scaler.get_scale() if self.scaler is not None and self.schedulers else 0.0
 
-    def _end_step(self) -> None:
-        if self.scaler is not None:
-            self.scaler.update()
-        # The scale only falls when infinities made the scaler skip a step.
-        if self.schedulers and (self.scaler is None or self.scaler.get_scale() >= self._scale):
-            self._step_schedulers()
 
-    def _step_schedulers(self) -> None:
-        """Let the user's own error pass, with a note that the update was made."""
-        try:
-            for scheduler in self.schedulers:
-                scheduler.step()
-        except Exception as error:
-            _LOG.warning("%s: %s", type(error).__name__, _UPDATED)
-            add_note(error, _UPDATED)
-            raise
-
-
-def _note_update(error: BaseException, *, stepped: bool) -> None:
+def _note_update(error: BaseException) -> None:
     """Say what an error other than a shortage of memory has left."""
-    if not isinstance(error, Exception):
-        add_note(error, _INTERRUPTED)
-    elif not stepped:
+    if isinstance(error, Exception):
         note_where(error, "your optimizer.step()", "autobatch.Runner")
+    else:
+        add_note(error, _INTERRUPTED)
 
 
 def check_options(scaler: Any, max_grad_norm: Any, schedulers: Sequence[Any], *, has_optimizer: bool) -> None:

@@ -26,6 +26,7 @@ from autobatch.events import (
     SteppedTwice,
     StepSkipped,
     TrialFinished,
+    UpdateCopied,
     emit,
 )
 from autobatch.events.runner_events import RankStep, find_slowest_step, step_metrics
@@ -86,6 +87,7 @@ EVENTS = [
     pytest.param(
         RETRIED, logging.WARNING, ["120", "43", "22", "3.0 GiB", "8.0 GiB", "OutOfMemoryError", "CUDA"], id="retry"
     ),
+    pytest.param(UpdateCopied(step=3, giver=2), logging.WARNING, ["3", "rank 2"], id="update copied"),
     pytest.param(
         BatchDiffers(step=3, samples=200, planned=256),
         logging.WARNING,

@@ -42,6 +42,7 @@ def run(update):
     """All of it."""
     prepare(update)
     update.apply(0)
+    update.step_schedulers()
 
 
 def fail_with(error):
@@ -65,6 +66,7 @@ def test_all_is_prepared_before_anything_moves(scaled):
     assert len(optimizer.state) == 2
     assert not steps
     update.apply(0)
+    update.step_schedulers()
     assert steps == [1]
     assert not torch.equal(model.weight, before)
     assert update.schedulers[0].last_epoch == 1
