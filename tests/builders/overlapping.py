@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
+from autobatch.distributed import shared_step
 from autobatch.distributed.overlapped_sum import OverlappedSum
 from autobatch.testing import FakeDevice, oom_at
 
@@ -93,6 +94,7 @@ class Training:
     """A model, an optimizer, a batch of this rank's and its runner."""
 
     def __init__(self, make_model=Net, shares=None, step=mean_step, overlaps=True, **options):
+        shared_step._SHORTEST_WAIT = 0.1  # tests have collectives of their own after a failed update
         torch.manual_seed(0)
         rank, size = dist.get_rank(), dist.get_world_size()
         self.shares = shares or [8, 5, 7][:size]
