@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from autobatch.torch_internals.storages import has_shards, is_uninitialized
 
 _LOCAL_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # in names of parameters, perhaps on some ranks only
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_RATES = 16
+_RATES_DIFFER_BY = 1e-9
 _ELEMENTS_AT_ONCE = 2**20  # of a digest, which needs 8 bytes more for each
 
 
@@ -55,8 +58,9 @@ class Ranks:
         self.own_time = OwnTime(next(model.parameters()).device)
         self._group = group
 
-    def share_updates(self, optimizers: Sequence[Any], scaler: Any | None) -> None:
-        """Let a rank that runs out of memory in these optimizers' step take the update from another one, if it can."""
+    def bind(self, optimizers: Sequence[Any], scaler: Any | None, *, is_weighed: bool) -> None:
+        """Let a rank that runs out of memory in these optimizers' step take the update from another one."""
+        self.by_term = None if is_weighed else False
         if optimizers and are_copyable(optimizers):
             self.update = self.channel.updates[self.number] = UpdateCopy(self._group, optimizers, scaler)
 
@@ -129,3 +133,15 @@ def _sum_bits(tensor: torch.Tensor) -> int:
         positions = torch.arange(begin + 1, begin + len(part) + 1, device=bits.device)
         total, begin = total + int(positions.mul_(part).sum()), begin + len(part)
     return total % 2**64  # int64 may not hold the sum of the parts
+
+
+def read_rates(optimizer: Any | None) -> list[float]:
+    """Return a few different learning rates; without tensors, as reading them would wait for a device."""
+    rates = [group.get("lr") for group in optimizer.param_groups] if optimizer is not None else []
+    return list(dict.fromkeys(float(rate) for rate in rates if isinstance(rate, int | float)))[:_MOST_RATES]
+
+
+def are_close(rates: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether rates are equal up to the last bits, which may differ between processors."""
+    pairs = zip(rates, others, strict=False)
+    return len(rates) == len(others) and all(math.isclose(a, b, rel_tol=_RATES_DIFFER_BY) for a, b in pairs)

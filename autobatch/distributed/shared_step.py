@@ -25,7 +25,7 @@ import torch
 from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
 from autobatch.distributed.overlapped_sum import SPARSE, KnownGradients, OverlappedSum
-from autobatch.distributed.ranks import Ranks, digest_values
+from autobatch.distributed.ranks import Ranks, are_close, digest_values, read_rates
 from autobatch.distributed.reduction import GradientSlot, make_loss
 from autobatch.distributed.shared_rows import SharedRows
 from autobatch.errors import InvalidArgument, RankLost
@@ -35,9 +35,6 @@ from autobatch.undo.gradients import gradient_dtype
 from autobatch.undo.interrupts import deferred_interrupts
 
 _SHORTEST_WAIT = 30.0  # seconds
-
-_MOST_RATES = 16
-_RATES_DIFFER_BY = 1e-9
 
 
 class SharedStep:
@@ -307,7 +304,7 @@ class SharedStep:
         """Copy the buffers, and return what must be equal on all ranks right before the update."""
         self._buffers = self._copy_buffers()
         description = "" if self._buffers is None else self._buffers.description
-        return {"buffers": description, "rates": _read_rates(self._optimizer)}
+        return {"buffers": description, "rates": read_rates(self._optimizer)}
 
     def _send_buffers(self) -> None:
         if self._buffers is not None:
@@ -322,7 +319,7 @@ class SharedStep:
             self._agreement.refuse_unlike([values.get(name) for values in gathered], message)
         # A scheduler may have set them by a number of one rank, such as the loss of its own validation samples.
         rates = [values.get("rates", ()) for values in gathered]
-        if not all(_are_close(one, rates[0]) for one in rates):
+        if not all(are_close(one, rates[0]) for one in rates):
             shown = {rank: ", ".join(map(str, one)) for rank, one in enumerate(rates)}
             raise self._agreement.refuse(
                 InvalidArgument(
@@ -367,18 +364,6 @@ _MUST_BE_EQUAL = {
         "broadcast_buffers=False to DistributedDataParallel"
     ),
 }
-
-
-def _read_rates(optimizer: Any | None) -> list[float]:
-    """Return a few different learning rates; without tensors, as reading them would wait for a device."""
-    rates = [group.get("lr") for group in optimizer.param_groups] if optimizer is not None else []
-    return list(dict.fromkeys(float(rate) for rate in rates if isinstance(rate, int | float)))[:_MOST_RATES]
-
-
-def _are_close(rates: Sequence[float], others: Sequence[float]) -> bool:
-    """Return whether rates are equal up to the last bits, which may differ between processors."""
-    pairs = zip(rates, others, strict=False)
-    return len(rates) == len(others) and all(math.isclose(a, b, rel_tol=_RATES_DIFFER_BY) for a, b in pairs)
 
 
 def _whole(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from autobatch.distributed.channel import Channel
-from autobatch.torch_internals.storages import is_dense
+from autobatch.torch_internals.storages import has_shards, is_dense
 
 _NAME = "the copy of an update"
 
@@ -132,7 +132,9 @@ class UpdateCopy:
 def are_copyable(optimizers: Iterable[Any]) -> bool:
     """Return whether steps of these optimizers change parameters and ``state`` alone: torch's own, without hooks."""
     return all(
-        f"{type(one).__module__}.".startswith("torch.optim.") and not one._optimizer_step_post_hooks  # noqa: SLF001 - no public name
+        f"{type(one).__module__}.".startswith("torch.optim.")
+        and not one._optimizer_step_post_hooks  # noqa: SLF001 - no public name
+        and not any(map(has_shards, _parameters_of(one)))
         for one in optimizers
     )
 

@@ -171,10 +171,9 @@ class StepRunner:
             self._sizes, self._batches = StepSizes(sum(plan.micro_batch_sizes)), GivenBatches(plan.batch_lists)
             self._stepped = SteppedObjects(optimizers, scaler, schedulers)
             self._memory = StepMemory(plan, self._workload, self._device, self._division, self._events)
-            self._has_reported_gradients, self._is_running, self._samples = False, False, 0
+            self._is_running, self._samples = False, 0
             if self._ranks is not None:
-                self._ranks.share_updates(optimizers, scaler)
-                self._ranks.by_term = None if weigh is not None else False
+                self._ranks.bind(optimizers, scaler, is_weighed=weigh is not None)
                 named = {"scaler": scaler, "schedulers": schedulers, "backward": backward}
                 gathered.append(describe_binding(plan, self._workload, self._device, max_grad_norm, **named))
         refuse_unlike_bindings(gathered, self._ranks)
@@ -210,8 +209,10 @@ class StepRunner:
             if shared is not None:
                 shared.close()
         self._stepped.note(is_ours=update and self._is_in_users_loop)
-        if done is None:
-            return self._skip(layouts, started)
+        if done is None:  # all weights are 0, and nothing has happened
+            self._events.report_skip(self.steps, self._samples)
+            loss = torch.full((), torch.nan, device=self._device.torch_device)
+            return StepResult(loss, (), 0, 0, time.perf_counter() - started, skipped=True)
         return self._report(self.steps - 1, done, shared, started, update=update)
 
     def _run_step(
@@ -356,8 +357,7 @@ class StepRunner:
             gradient_norm=self._read_norm(shared) if update and self._max_grad_norm is not None else None,
             samples=() if self._division in (cut_apart, cut_joined) else number_rows(done.groups, done.micro_batches),
         )
-        if update and done.had_gradients and not self._has_reported_gradients:
-            self._has_reported_gradients = True
+        if update and done.had_gradients:
             self._events.report_earlier_gradients(step)
         self._events.report_finished(step, result, self._memory.held_bytes)
         self._memory.after_step(self.steps, done.micro_batches)
@@ -378,8 +378,8 @@ class StepRunner:
         scales = self._update is not None and self._update.scaler is not None
         # Unscaling, clipping, and what a framework calls there come after the sum, and may fail on one rank alone.
         is_confirmed = self._calls_between or (update and (scales or self._max_grad_norm is not None))
-        name = f"{'step' if update else 'accumulate'} {self.steps}"
-        return begin_step(self._ranks, name, is_confirmed=is_confirmed, **given)
+        call = "step" if update else "accumulate"
+        return begin_step(self._ranks, f"{call} {self.steps}", is_confirmed=is_confirmed, **given)
 
     def _read_norm(self, shared: SharedStep | None) -> torch.Tensor | None:
         source = shared if isinstance(shared, ClippedShardedStep) else self._update
@@ -397,9 +397,3 @@ class StepRunner:
             if update and (moved := self._stepped.find_moved()):
                 self._events.report_moves(self.steps, moved)
         return layouts
-
-    def _skip(self, layouts: Sequence[Layout], started: float) -> StepResult:
-        """The result of a step whose weights are all 0: nothing has happened."""
-        self._events.report_skip(self.steps, sum(layout.count for layout in layouts))
-        loss = torch.full((), torch.nan, device=self._device.torch_device)
-        return StepResult(loss, (), 0, 0, time.perf_counter() - started, skipped=True)

@@ -57,7 +57,7 @@ class StepEvents:
     def __init__(self, plan: Plan, hooks: Sequence[Hook], recorder: RunRecorder | None = None) -> None:
         self._plan, self._recorder, self._of_user = plan, recorder, hooks
         self._hooks = hooks if recorder is None else (*hooks, recorder)
-        self._planned = sum(plan.micro_batch_sizes)
+        self._planned, self._has_reported_gradients = sum(plan.micro_batch_sizes), False
         self._of: dict[str, int] = {"rank": plan.rank, "world_size": plan.world_size}
         self._inexact = "" if plan.verdict is None else "; ".join(plan.verdict.causes)
 
@@ -80,8 +80,10 @@ class StepEvents:
         emit(SteppedTwice(step=step, names=tuple(moved), calls=tuple(moved.values()), **self._of), self._hooks)
 
     def report_earlier_gradients(self, step: int) -> None:
-        """Report earlier gradients that became part of the step."""
-        emit(GradientsFound(step=step, **self._of), self._hooks)
+        """Report earlier gradients that became part of the step, once."""
+        if not self._has_reported_gradients:
+            self._has_reported_gradients = True
+            emit(GradientsFound(step=step, **self._of), self._hooks)
 
     def report_retry(
         self, step: int, shortage: Shortage, new_size: int, used_bytes: int, *, recomputed: int = 0
