@@ -26,7 +26,7 @@ from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
 from autobatch.distributed.overlapped_sum import SPARSE, KnownGradients, OverlappedSum
 from autobatch.distributed.ranks import Ranks, are_close, digest_values, read_rates
-from autobatch.distributed.reduction import GradientSlot, make_loss
+from autobatch.distributed.reduction import IN_FLIGHT, GradientSlot, make_loss
 from autobatch.distributed.shared_rows import SharedRows
 from autobatch.errors import InvalidArgument, RankLost
 from autobatch.events.runner_events import RankStep
@@ -130,7 +130,7 @@ class SharedStep:
         return gathered, (totals, sum(int(values["samples"]) for values in counting))
 
     def can_overlap(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether these parameters' gradients fill several buckets, and it is known which of them have one."""
+        """Return whether these parameters' gradients fill many buckets, and it is known which of them have one."""
         known = self._ranks.known
         return known is not None and not self._ranks.have_varied and known.are_of(_whole(parameters))
 
@@ -223,8 +223,10 @@ class SharedStep:
                 self._ranks.reduction, self._slots, self._factor, others, self._ranks.own_time
             )
             return True
-        # Of one bucket there is nothing to overlap.
-        may_overlap = all(one["may_hold"] for one in gathered) and len(self._ranks.reduction.divide(self._slots)) > 1
+        # A few buckets are summed so fast that a second exchange, and the bookkeeping of a pass, would take longer.
+        may_overlap = len(self._ranks.reduction.divide(self._slots)) > IN_FLIGHT and all(
+            one["may_hold"] for one in gathered
+        )
         self._ranks.known = KnownGradients(whole, flags) if may_overlap else None
         self._end()
         return True
