@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import fsum, prod
-from typing import Any
 
 import torch
 
@@ -43,18 +42,18 @@ class SharedRows:
         self._rows: Rows = ()  # this rank's, with their graph
         self._parts: list[Rows] = []  # leaves, by rank
 
-    def gather(self, own: Rows, nest: str) -> list[Rows]:
-        """Return the representations of each rank, by rank, without a graph."""
+    def gather(self, own: Rows, shown: str, nest: str) -> list[Rows]:
+        """Return the representations of each rank, by rank, without a graph; ``shown`` is for a message."""
         mine = [None if one is None else one.detach().cpu().contiguous() for one in own]
         rows = next((len(one) for one in mine if one is not None), 0)
-        kinds = [None if one is None else [*one.shape[1:], str(one.dtype), one.requires_grad] for one in own]
-        sent = self._agreement.gather("representations", rows=rows, kinds=kinds, nest=nest)
+        sent = self._agreement.gather("representations", {"rows": rows}, shown=shown, nest=nest)
+        listed = self._agreement.list_unlike({rank: one["shown"] for rank, one in enumerate(sent)})
         self._agreement.refuse_unlike(
-            [(one["kinds"], one["nest"]) for one in sent],
-            f"represent() returned unlike representations on different ranks ({self._list_unlike(sent)}): return rows "
-            f"of one shape and dtype, in the same containers",
+            [(one["shown"], one["nest"]) for one in sent],
+            f"represent() returned unlike representations on different ranks ({listed}): return rows of one shape and "
+            f"dtype, in the same containers",
         )
-        counts = [one["rows"] for one in sent]
+        counts = [int(one["rows"]) for one in sent]
         self.is_gathered, self._rows = True, own
         self.own = slice(sum(counts[: self._rank]), sum(counts[: self._rank + 1]))
         columns = [
@@ -99,9 +98,11 @@ class SharedRows:
         if any(one["kind"] is None for one in answers):
             self.is_gathered = False
             return None
+        states = {rank: "a count" if one["kind"] == "part" else "no count" for rank, one in enumerate(answers)}
         self._agreement.refuse_unlike(
-            [one["kind"] for one in answers],
-            "the loss of WholeBatch states a count (Mean, Sum) on one rank and none on another: always return it",
+            [*states.values()],
+            f"the loss of WholeBatch states a count (Mean, Sum) on some ranks only "
+            f"({self._agreement.list_unlike(states)}): always return it",
         )
         return [one["count"] for one in answers]
 
@@ -127,16 +128,6 @@ class SharedRows:
             part.view(mine.dtype).reshape(count, *mine.shape[1:]).to(like.device).requires_grad_(like.requires_grad)
             for part, count in parts
         ]
-
-    def _list_unlike(self, sent: Sequence[dict[str, Any]]) -> str:
-        """Show the representations of the first rank, and of the first one that differs from it."""
-        unlike = [rank for rank, one in enumerate(sent) if any(one[key] != sent[0][key] for key in ("kinds", "nest"))]
-        return self._channel.list_by_rank({rank: _show(sent[rank]["kinds"]) for rank in (0, *unlike[:1])})
-
-
-def _show(kinds: Sequence[Sequence[Any] | None]) -> str:
-    shown = [kind and f"{tuple(kind[:-2])} {kind[-2]}{'' if kind[-1] else ' without a graph'}" for kind in kinds]
-    return f"rows of {', '.join(map(str, shown))}"
 
 
 def _gradient(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -345,19 +345,59 @@ def test_what_cannot_be_the_same_on_all_ranks_is_refused(kind):
     values_of(run_ranks(refuse, kind))
 
 
-def return_unlike_rows():
-    def widen(model, batch):
-        rows = model.image(batch[0])
-        return rows[:, :3] if dist.get_rank() == 2 else rows
+UNLIKE = {
+    "shapes": (lambda rows: rows[:, :3], ("rank 0: rows of (5,)", "rank 2: rows of (3,)")),
+    "containers": (lambda rows: {"image": [rows]}, ("rank 0: rows of (5,)", "rank 2: {'image': [rows of (5,)")),
+    "graphs": (lambda rows: rows.detach(), ("rank 2: rows of (5,) torch.float64 without a graph",)),
+    "None": (lambda rows: (rows, None), ("rank 2: (rows of (5,) torch.float64, None)",)),
+}
 
-    _, runner = bind((4, 4, 4), 4, step=lambda model: autobatch.WholeBatch(widen, lambda rows, batch: rows.var()))
+
+def return_unlike_rows(case):
+    change, _ = UNLIKE[case]
+
+    def represent_on_rank(model, batch):
+        rows = model.image(batch[0])
+        return change(rows) if dist.get_rank() == 2 else rows
+
+    def loss(rows, _):
+        return rows.var()
+
+    _, runner = bind((4, 4, 4), 4, step=lambda model: autobatch.WholeBatch(represent_on_rank, loss))
     with pytest.raises(InvalidArgument) as raised:
         runner.accumulate(part_of((4, 4, 4), dist.get_rank()))
     return str(raised.value)
 
 
-def test_unlike_rows_are_named_with_their_rank():
-    """The message has the shapes, and the rank that differs."""
-    for message in values_of(run_ranks(return_unlike_rows, size=3)):
-        assert all(one in message for one in ("rank 0: rows of (5,)", "rank 2: rows of (3,)"))
+@pytest.mark.parametrize("case", UNLIKE)
+def test_unlike_representations_are_named_with_their_rank(case):
+    """The message has shapes and containers, and the rank that differs; it is one line."""
+    for message in values_of(run_ranks(return_unlike_rows, case, size=3)):
+        assert all(one in message for one in UNLIKE[case][1])
+        assert "rank 1" not in message
+        assert "\n" not in message
+
+
+def state_a_count_on_one_rank(kind):
+    def step(model):
+        if kind == "WholeBatch":
+            return make_local_step(model) if dist.get_rank() == 2 else make_step(model)
+
+        def mean(model, batch):
+            loss = model.image(batch[0]).square().mean()
+            return autobatch.Mean(loss, len(batch[0])) if dist.get_rank() == 2 else loss
+
+        return mean
+
+    _, runner = bind((4, 4, 4), 4, step=step)
+    with pytest.raises(InvalidArgument, match="count") as raised:
+        runner.accumulate(part_of((4, 4, 4), dist.get_rank()))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["WholeBatch", "a mean over samples"])
+def test_a_count_on_one_rank_is_named_with_the_rank(kind):
+    """And with a rank that states none."""
+    for message in values_of(run_ranks(state_a_count_on_one_rank, kind, size=3)):
+        assert all(one in message for one in ("rank 0: no count", "rank 2: a count"))
         assert "rank 1" not in message
