@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from autobatch._formatting import format_bytes
 from autobatch._user_errors import contextmanager
@@ -27,7 +26,7 @@ from autobatch.records import Summing
 from autobatch.report.advice import PHASES
 from autobatch.step.model_info import explain_smallest, is_compiled
 from autobatch.step.workload import Workload
-from autobatch.strategies.checkpointing import recompute_more
+from autobatch.strategies.checkpointing import explain_recomputed, recompute_more
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation_state import Shortage
 from autobatch.training.step_events import StepEvents
@@ -147,7 +146,7 @@ class StepMemory:
             self._events.report_retry(step, shortage, self.pace.size, used, recomputed=more)
             return self.pace.size
         if shortage.failed_size <= least:
-            raise DoesNotFit(_explain_shortage(step, shortage, used, self._plan, self._workload.model))
+            raise DoesNotFit(_explain_shortage(step, shortage, used, self._plan, self._workload))
         _, limit_bytes = self._free.read()
         self.pace = self.pace.after_shortage(shortage.failed_scale, limit_bytes, least)
         self._events.report_retry(step, shortage, self.pace.size, used)
@@ -250,7 +249,7 @@ class _FreeMemory:
         return sum(bytes_of(p.grad) for p in self.workload.parameters() if p.grad is not None)
 
 
-def _explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan, model: nn.Module) -> str:
+def _explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan, workload: Workload) -> str:
     """Explain why a step does not fit if its micro-batch cannot be smaller."""
     size = shortage.failed_size
     if shortage.ended_in == "loss":
@@ -261,9 +260,9 @@ def _explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan
             f"chunks of rows"
         )
     samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
-    reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(model)}"
+    reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(workload.model)}"
     return (
         f"step {step} ran out of memory {PHASES[shortage.ended_in]} at a micro-batch of {samples}; "
-        f"{format_bytes(used_bytes)} of a budget of {format_bytes(plan.budget_bytes)} were held before it; {reason}; "
-        f"the step was undone: free memory or pass a larger budget="
+        f"{format_bytes(used_bytes)} of a budget of {format_bytes(plan.budget_bytes)} were held before it; {reason}"
+        f"{explain_recomputed(workload)}; the step was undone: free memory or pass a larger budget="
     )

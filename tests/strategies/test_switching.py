@@ -84,16 +84,37 @@ def test_the_gradient_is_that_of_the_plain_step():
 
 
 def test_a_step_that_does_not_fit_even_then_is_undone():
-    """It raises DoesNotFit, and nothing has changed."""
+    """It raises DoesNotFit, which names the blocks that are recomputed already, and nothing has changed."""
     model = make_model()
     runner = autobatch.Runner(tighten(make_plan(model), model, 0.15), model, step, None)
     before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with pytest.raises(autobatch.DoesNotFit, match="one sample"):
+    with pytest.raises(autobatch.DoesNotFit, match=f"one sample.*recomputed: {LAYERS} blocks"):
         runner.accumulate(make_texts())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(drawn, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_step_that_cannot_be_run_again_even_then_says_what_is_recomputed():
+    """It ran out of memory with blocks recomputed, and had written into a tensor of which there was no copy."""
+    model = make_model()
+    model.count = [torch.zeros(3)]
+
+    def writing_step(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+        is_recomputed = any("forward" in vars(block) for block in model.blocks)
+        if is_recomputed:
+            model.count[0].add_(1)
+        if runner.steps == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return step(model, texts)
+
+    runner = autobatch.Runner(make_plan(model), model, writing_step, None)
+    for _ in range(3):  # the first steps are watched, and what they write is copied
+        runner.accumulate(make_texts())
+        model.zero_grad()
+    with pytest.raises(autobatch.CannotRetry, match=f"recomputed: {LAYERS} blocks"):
+        runner.accumulate(make_texts())
 
 
 def test_a_runner_without_strategies_refuses_the_step():
