@@ -26,18 +26,28 @@ _REPEATS = 2
 def choose_faster(request: Request, trials: Trials, size: int, larger: Sequence[int], least: int) -> int:
     """Return the size of the fastest step: the plain one, or a larger one with blocks that ``trials`` recompute then.
 
-    1. Blocks are measured on ``least`` samples. If that fails, the plain plan stays.
+    1. Blocks are measured on ``least`` samples.
     2. The best few choices that are predicted to be faster are tried.
     3. If the fastest saves the margin, it and the plain size are tried again, in turn. If it still does, it is taken.
+
+    If any of these raises an error, the plain plan stays.
     """
     blocks = find_blocks(request.workload.model) if request.memory.measures else []
     if not blocks:
         return size
     try:
-        measured = measure(request, trials, blocks, least)
-    except Exception as error:  # noqa: BLE001 - the step itself has run; only its graph cannot be cut
-        _log.info("blocks were not measured, so none is recomputed: %s", describe_error(error))
-        return size
+        return _compare(request, trials, size, larger=larger, least=least, blocks=blocks)
+    except Exception as error:  # noqa: BLE001 - the plain step has run at this size
+        _log.info("no blocks are recomputed, since that raised an error: %s", describe_error(error))
+    trials.recompute(())
+    request.memory.reclaim()
+    return size
+
+
+def _compare(
+    request: Request, trials: Trials, size: int, *, larger: Sequence[int], least: int, blocks: Sequence[str]
+) -> int:
+    measured = measure(request, trials, blocks, least)
     is_comparable = not (isinstance(request.workload.step, WholeBatch) or request.lengths)
     if isinstance(measured, str) or not is_comparable or request.wanted.objective == "memory":
         return size

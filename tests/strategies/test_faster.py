@@ -68,6 +68,35 @@ def test_a_larger_size_that_runs_out_of_memory_when_tried_again_is_not_planned()
     assert plan.checkpointing is None
 
 
+@pytest.mark.parametrize("calls", [0, 1, 4], ids=["first trial", "its second micro-batch", "tried again"])
+def test_an_error_of_a_larger_recomputed_micro_batch_leaves_the_plain_plan(calls, caplog):
+    """It is logged; fit leaves no trace, and the plan runs."""
+    model, ran = make_model(torch.float64), []
+
+    def fragile_step(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+        loss = slow_for_each_micro_batch(model, texts)
+        if len(texts) > 4 and any("forward" in vars(block) for block in model.blocks):
+            model.embed.weight.data.add_(1)
+            ran.append(len(texts))
+            if len(ran) > calls:
+                raise ZeroDivisionError("no such batch")
+        return loss
+
+    before = [parameter.detach().clone() for parameter in model.parameters()], torch.get_rng_state()
+    with caplog.at_level("INFO", "autobatch"):
+        plan = fit(model, fragile_step)
+    assert ran
+    assert plan.checkpointing is None
+    assert plan.micro_batch_size < ran[0]
+    assert plan.recomputable
+    assert any("ZeroDivisionError: no such batch" in record.getMessage() for record in caplog.records)
+    assert all(torch.equal(one, its) for one, its in zip(model.parameters(), before[0], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert all(one.grad is None for one in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert autobatch.Runner(plan, model, fragile_step, None).accumulate(make_texts(SAMPLES)).retries == 0
+
+
 def test_the_plan_is_the_plain_one_where_recomputation_does_not_pay():
     """A cost of each sample inside the blocks; at most three choices are tried, and two sizes twice again."""
     model = make_model()
