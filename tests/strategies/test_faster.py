@@ -6,10 +6,13 @@ import time
 
 import pytest
 import torch
+from builders.ranks import run_ranks, values_of
 from text_blocks import make_model, make_texts, need_of, step
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import autobatch
+from autobatch.distributed import division
 from autobatch.records import Trial
 from autobatch.strategies.choice import BlockRun
 from autobatch.strategies.faster import MARGIN, faster_choices, read_costs, saved_time
@@ -132,6 +135,41 @@ def test_a_model_whose_blocks_cannot_be_measured_has_its_plain_plan():
     assert plan.recomputable == ()
     assert torch.equal(before, torch.get_rng_state())
     assert all(one.grad is None and "forward" not in vars(one) for one in model.parameters())
+
+
+def slower_for_each_micro_batch(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.7)
+    return slow_for_each_micro_batch(model, texts)
+
+
+def fit_a_share(target: int, budget: int) -> autobatch.Plan:
+    """The plan of half of the target, as ranks of the same speed have it."""
+    torch.set_num_threads(1)
+    division.share_target = lambda target, *_: (target // 2,) * 2
+    model = make_model()
+    options = {"share": "speed", "strategies": "auto", "check": None, "reuse": False, "headroom": 0}
+    options |= {"step": slower_for_each_micro_batch, "budget": budget}
+    return autobatch.fit(DistributedDataParallel(model), target, batch=make_texts(target), **options)
+
+
+def test_a_rank_s_share_by_speed_has_its_own_sizes_and_saving():
+    """What the plan says of micro-batches is of its own, not of the larger ones before the share was known."""
+    for plan in values_of(run_ranks(fit_a_share, 22, int(3.5 * need_of(make_model())))):
+        found = plan.checkpointing
+        assert found.micro_batch_size == plan.micro_batch_size
+        assert found.peak_bytes == plan.peak_bytes <= plan.limit_bytes
+        plain = [one for one in plan.trials if one.micro_batch_size == found.plain_size and not one.checkpointed]
+        tried = [one for one in plan.trials if one.micro_batch_size == plan.micro_batch_size and one.checkpointed]
+        assert found.saved_time >= MARGIN
+        assert found.saved_time == pytest.approx(saved_time(plain[-1], tried[-1], sum(plan.micro_batch_sizes)))
+
+
+def test_a_rank_s_share_by_speed_that_fits_plainly_recomputes_nothing():
+    """Before the share was known, recomputed blocks saved a micro-batch."""
+    for plan in values_of(run_ranks(fit_a_share, 6, int(3.5 * need_of(make_model())))):
+        assert plan.checkpointing is None
+        assert plan.accumulation_steps == 1
+        assert not [one for one in plan.trials if one.micro_batch_size == plan.micro_batch_size][-1].checkpointed
 
 
 def make_trial(size: int, pass_seconds: float) -> Trial:
