@@ -46,6 +46,7 @@ class StepMemory:
 
     Attributes:
         pace: Size of the next micro-batches, and why; replaced whenever it changes.
+        recomputes_more: Whether more blocks are recomputed than the plan says.
         first_step: Number of the step at which the Runner began, or where a loaded state was.
         peak_bytes: Most bytes in tensors at once in the last measured step.
         held_bytes: Most bytes that the allocator held at once in that step.
@@ -56,6 +57,7 @@ class StepMemory:
         self._division, self._events = division, events
         self._free = _FreeMemory(plan, workload, device)
         self.pace, self.summing = self.make_pace(plan.smallest_micro_batch), SummingPace.of(plan)
+        self.recomputes_more = False
         self._most_bytes: int | None = None  # that the running step can reach
         self.first_step, self.peak_bytes, self.held_bytes, self._has_thrashed = 0, 0, 0, False
 
@@ -142,7 +144,7 @@ class StepMemory:
             self._events.report_retry(step, shortage, self.pace.size, self._device.usage().allocated)
             return self.pace.size
         used, least = self._device.usage().allocated, max(shortage.least_size, self.pace.smallest)
-        if shortage.failed_size <= least and shortage.ended_in != "loss" and (more := recompute_more(self._workload)):
+        if shortage.failed_size <= least and shortage.ended_in != "loss" and (more := self.recompute_more()):
             self._events.report_retry(step, shortage, self.pace.size, used, recomputed=more)
             return self.pace.size
         if shortage.failed_size <= least:
@@ -151,6 +153,12 @@ class StepMemory:
         self.pace = self.pace.after_shortage(shortage.failed_scale, limit_bytes, least)
         self._events.report_retry(step, shortage, self.pace.size, used)
         return self.pace.size
+
+    def recompute_more(self) -> int:
+        """Recompute all blocks that may be, from now on; return the number of those that were not recomputed yet."""
+        more = recompute_more(self._workload)
+        self.recomputes_more = self.recomputes_more or more > 0
+        return more
 
     def after_step(self, next_step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Choose the next step's size, after these micro-batches have run."""

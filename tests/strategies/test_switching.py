@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -66,6 +67,26 @@ def test_the_step_ends_bit_for_bit_as_one_that_had_recomputed_from_the_start():
         assert all(f"recomputes {LAYERS} blocks" in str(event) for event in retried)
         losses = [result.loss for result in results]
         ends.append([*losses, *model.state_dict().values(), torch.get_rng_state()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+def test_a_resumed_run_recomputes_what_the_interrupted_one_did():
+    """A new Runner that loads the state needs no retry, and ends bit for bit as the run that was not interrupted."""
+    ends = []
+    for is_interrupted in (False, True):
+        model = make_model(torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        plan = tighten(make_plan(model), model)
+        runner = autobatch.Runner(plan, model, step, optimizer)
+        torch.manual_seed(1)
+        assert [runner.step(make_texts()).retries for _ in range(2)] == [1, 0]
+        if is_interrupted:
+            state = json.loads(json.dumps(runner.state_dict()))
+            runner = autobatch.Runner(plan, model, step, optimizer)
+            runner.load_state_dict(state)
+        results = [runner.step(make_texts()) for _ in range(2)]
+        assert [result.retries for result in results] == [0, 0]
+        ends.append([*(result.loss for result in results), *model.state_dict().values(), torch.get_rng_state()])
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
