@@ -95,11 +95,11 @@ def cost_of(runs: Sequence[BlockRun], chosen: Collection[str]) -> float:
 
 
 def again_seconds(runs: Sequence[BlockRun], chosen: Collection[str]) -> float:
-    """Return the time that recomputing these blocks takes. Calls of blocks that are alike count as their median."""
-    alike: dict[tuple[object, ...], list[float]] = {}
+    """Return the time that recomputing these blocks takes. Equal calls count as their median."""
+    equal: dict[tuple[object, ...], list[float]] = {}
     for run in runs:
-        alike.setdefault(_describe(run), []).append(run.seconds)
-    return sum(median(alike[_describe(run)]) for run in runs if run.block in chosen)
+        equal.setdefault(_describe(run), []).append(run.seconds)
+    return sum(median(equal[_describe(run)]) for run in runs if run.block in chosen)
 
 
 def choices(runs: Sequence[BlockRun]) -> Iterator[tuple[str, ...]]:
@@ -125,7 +125,7 @@ def _add_up(costs: Iterator[float]) -> Iterator[float]:
 
 
 def _describe(run: BlockRun) -> tuple[object, ...]:
-    """Return what is equal for calls of blocks that are alike."""
+    """Return what equal calls have in common."""
     return run.kind, run.flops, run.saved_bytes, run.input_bytes, run.keeps_input
 
 

@@ -14,6 +14,7 @@ from faults import CHECKPOINTED_CASES, SAMPLES, Judge, Training, places_of, plan
 from sampling import IN_PROOF
 from text_blocks import LAYERS, make_model, make_texts, need_of, step
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autobatch
@@ -222,26 +223,51 @@ def make_model_without_dropout() -> nn.Module:
     return model
 
 
-def switch_on_one_rank(rank: int) -> tuple[list[torch.Tensor], int]:
+def represent(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+    return model(texts).mean(1)
+
+
+def compare(rows: torch.Tensor, _: object) -> torch.Tensor:
+    return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def compare_own(rows: torch.Tensor, batch: object) -> autobatch.Mean:
+    own = getattr(batch, "own_rows", slice(None))
+    labels = torch.arange(len(rows))[own]
+    return autobatch.Mean(F.cross_entropy(rows[own] @ rows.T, labels), len(labels))
+
+
+STEPS = {
+    "a mean over samples": step,
+    "a loss over the whole batch": autobatch.WholeBatch(represent, compare),
+    "its part of each rank": autobatch.WholeBatch(represent, compare_own),
+}
+
+
+def switch_on_one_rank(kind: str, rank: int) -> tuple[list[torch.Tensor], int]:
     torch.set_num_threads(1)
-    model = make_model_without_dropout()
+    model, chosen = make_model_without_dropout(), STEPS[kind]
     wrapped = DistributedDataParallel(model)
     options = {"strategies": "auto", "check": None, "reuse": False, "max_micro_batch": 1}
-    plan = autobatch.fit(wrapped, 4, batch=make_texts(2), step=step, budget="4GiB", **options)
+    plan = autobatch.fit(wrapped, 4, batch=make_texts(2), step=chosen, budget="4GiB", **options)
     if rank == 1:
         plan = plan.model_copy(update={"budget_bytes": int(0.7 * plan.peak_bytes)})
-    runner = autobatch.Runner(plan, wrapped, step, None)
+    runner = autobatch.Runner(plan, wrapped, chosen, None)
     result = runner.accumulate(make_texts()[2 * rank : 2 * rank + 2])
     return [parameter.grad for parameter in model.parameters()], result.retries
 
 
-def test_one_rank_alone_may_switch():
+@pytest.mark.parametrize("kind", STEPS)
+def test_one_rank_alone_may_switch(kind):
     """Gradients of both ranks are those of one process with the whole batch."""
     options = [{"rank": 0}, {"rank": 1}]
-    ends = values_of(run_ranks(switch_on_one_rank, options=options, timeout_seconds=40, limit_seconds=90))
+    ends = values_of(run_ranks(switch_on_one_rank, kind, options=options, timeout_seconds=40, limit_seconds=90))
     assert [retries for _, retries in ends] == [0, 1]
     model = make_model_without_dropout()
-    step(model, make_texts()).backward()
+    if kind == "a mean over samples":
+        step(model, make_texts()).backward()
+    else:
+        compare(represent(model, make_texts()), None).backward()
     for gradients, _ in ends:
         for one, other in zip(gradients, model.parameters(), strict=True):
             assert (one - other.grad).norm() <= 1e-12 * other.grad.norm()
