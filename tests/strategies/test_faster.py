@@ -6,13 +6,13 @@ import time
 
 import pytest
 import torch
+from builders.rank_clock import CLOCK, stop_time
 from builders.ranks import run_ranks, values_of
 from text_blocks import make_model, make_texts, need_of, step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autobatch
-from autobatch.distributed import division
 from autobatch.records import Trial
 from autobatch.strategies.choice import BlockRun
 from autobatch.strategies.faster import MARGIN, faster_choices, read_costs, saved_time
@@ -137,18 +137,18 @@ def test_a_model_whose_blocks_cannot_be_measured_has_its_plain_plan():
     assert all(one.grad is None and "forward" not in vars(one) for one in model.parameters())
 
 
-def slower_for_each_micro_batch(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
-    time.sleep(0.7)
-    return slow_for_each_micro_batch(model, texts)
+def step_by_the_clock(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+    """Takes as long on each rank, so that each has half of the target."""
+    CLOCK.advance(1.0 + 0.01 * len(texts))
+    return step(model, texts)
 
 
 def fit_a_share(target: int, budget: int) -> autobatch.Plan:
-    """The plan of half of the target, as ranks of the same speed have it."""
     torch.set_num_threads(1)
-    division.share_target = lambda target, *_: (target // 2,) * 2
+    stop_time()
     model = make_model()
     options = {"share": "speed", "strategies": "auto", "check": None, "reuse": False, "headroom": 0}
-    options |= {"step": slower_for_each_micro_batch, "budget": budget}
+    options |= {"step": step_by_the_clock, "budget": budget}
     return autobatch.fit(DistributedDataParallel(model), target, batch=make_texts(target), **options)
 
 
