@@ -229,7 +229,7 @@ class Checkpointing(Record):
         return self
 
     def __str__(self) -> str:
-        """One line: ``checkpointing 9 of 24 blocks: 38.1 -> 21.7 GiB, +14 % time``.
+        """One line: ``checkpointing 9 of 24 blocks: 38.1 -> 21.7 GiB, +14 % time in micro-batches of 1``.
 
         It ends in ``-20 % time with micro-batches of 8, 2 without`` if plain micro-batches fit, too.
         """
@@ -237,7 +237,7 @@ class Checkpointing(Record):
         if before.split()[1] == after.split()[1]:
             before = before.split()[0]
         blocks = f"checkpointing {len(self.blocks)} of {plural(self.candidates, 'block')}"
-        time = f"+{100 * self.slowdown:.0f} % time"
+        time = f"+{100 * self.slowdown:.0f} % time in micro-batches of {self.micro_batch_size}"
         if self.plain_size:
             sizes = f"micro-batches of {self.micro_batch_size}, {self.plain_size} without"
             time = f"-{100 * self.saved_time:.0f} % time with {sizes}"

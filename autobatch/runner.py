@@ -302,6 +302,7 @@ class Runner(StepRunner):
             pass_samples=self._progress.samples,
             batch_lists=self._batches.lists,
             counted_per_sample=self._accumulation.counted_per_sample,
+            recomputes_more=self._memory.recomputes_more,
             summing_wait=self._memory.summing.wait,
             summing_left=self._memory.summing.left,
         ).model_dump(mode="json")
@@ -320,6 +321,8 @@ class Runner(StepRunner):
         self._accumulation.smallest = found.smallest_micro_batch
         self._accumulation.counted_per_sample = found.counted_per_sample
         self._memory.summing = replace(self._memory.summing, wait=found.summing_wait, left=found.summing_left)
+        if found.recomputes_more:
+            self._memory.recompute_more()
         self._batches.lists = found.batch_lists
         self.steps = self._memory.first_step = found.steps
         self._progress.resume(found.passes, found.pass_samples)

@@ -85,6 +85,12 @@ class Agreement:
         if any(value != values[0] for value in values):
             raise self.refuse(InvalidArgument(message))
 
+    def list_unlike(self, texts: Mapping[int, str]) -> str:
+        """Show the first of these ranks, and the first one whose text differs from its text."""
+        first, *others = texts
+        unlike = next((rank for rank in others if texts[rank] != texts[first]), first)
+        return self._channel.list_by_rank({rank: texts[rank] for rank in (first, unlike)})
+
     def end(self) -> None:
         """Note that every rank ends the call here, without another exchange."""
         self._channel.is_over = True

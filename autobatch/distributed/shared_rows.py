@@ -12,6 +12,7 @@ A rank that runs out of memory before 1 runs again alone. A rank that raises sen
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from math import fsum, prod
 from typing import Any
@@ -22,6 +23,8 @@ from autobatch.distributed.agreement import Agreement
 from autobatch.distributed.ranks import Ranks
 from autobatch.undo.gradients import NARROW
 from autobatch.undo.interrupts import deferred_interrupts
+
+_LOG = logging.getLogger("autobatch")
 
 Rows = Sequence["torch.Tensor | None"]
 """One tensor for each representation, or ``None``."""
@@ -42,19 +45,23 @@ class SharedRows:
         self._rank, self._channel, self._agreement = ranks.rank, ranks.channel, agreement
         self._rows: Rows = ()  # this rank's, with their graph
         self._parts: list[Rows] = []  # leaves, by rank
+        self._has_named = False
 
-    def gather(self, own: Rows, nest: str) -> list[Rows]:
-        """Return the representations of each rank, by rank, without a graph."""
+    def gather(self, own: Rows, shown: str, nest: str) -> list[Rows]:
+        """Return the representations of each rank, by rank, without a graph; ``shown`` is for a message."""
         mine = [None if one is None else one.detach().cpu().contiguous() for one in own]
+        trained = [its for one, its in zip(own, mine, strict=True) if one is not None and one.requires_grad]
         rows = next((len(one) for one in mine if one is not None), 0)
-        kinds = [None if one is None else [*one.shape[1:], str(one.dtype), one.requires_grad] for one in own]
-        sent = self._agreement.gather("representations", rows=rows, kinds=kinds, nest=nest)
+        numbers = {"rows": rows, "finite": _are_finite(trained)}
+        sent = self._agreement.gather("representations", numbers, shown=shown, nest=nest)
+        listed = self._agreement.list_unlike({rank: one["shown"] for rank, one in enumerate(sent)})
         self._agreement.refuse_unlike(
-            [(one["kinds"], one["nest"]) for one in sent],
-            f"represent() returned unlike representations on different ranks ({self._list_unlike(sent)}): return rows "
-            f"of one shape and dtype, in the same containers",
+            [(one["shown"], one["nest"]) for one in sent],
+            f"represent() returned unlike representations on different ranks ({listed}): return rows of one shape and "
+            f"dtype, in the same containers",
         )
-        counts = [one["rows"] for one in sent]
+        self._name_infinite("represent() returned", sent)
+        counts = [int(one["rows"]) for one in sent]
         self.is_gathered, self._rows = True, own
         self.own = slice(sum(counts[: self._rank]), sum(counts[: self._rank + 1]))
         columns = [
@@ -77,7 +84,7 @@ class SharedRows:
             return self._begin_backward([_gradient(one) for one in self._parts[self._rank]], 1 / self.size)
         wholes = [self._join_gradients(column) for column in zip(*self._parts, strict=True)]
         with deferred_interrupts():  # the other ranks wait in the sums
-            counts = self._answer(is_done=True, count=count)
+            counts = self._answer(is_done=True, count=count, is_finite=_are_finite(wholes))
             if counts is None:
                 return None
             factor = count / fsum(counts)
@@ -92,18 +99,33 @@ class SharedRows:
         self.is_gathered, self._rows, self._parts = False, (), []
         return is_done
 
-    def _answer(self, *, is_done: bool, count: float | None = None) -> list[float] | None:
+    def _answer(self, *, is_done: bool, count: float | None = None, is_finite: bool = True) -> list[float] | None:
         """Return the counts of all ranks; ``None`` if one ran out of memory."""
         kind = "whole" if count is None else "part"
-        answers = self._agreement.gather("loss", {"count": count or 0.0}, kind=kind if is_done else None)
+        numbers = {"count": count or 0.0, "finite": is_finite}
+        answers = self._agreement.gather("loss", numbers, kind=kind if is_done else None)
         if any(one["kind"] is None for one in answers):
             self.is_gathered = False
             return None
+        states = {rank: "a count" if one["kind"] == "part" else "no count" for rank, one in enumerate(answers)}
         self._agreement.refuse_unlike(
-            [one["kind"] for one in answers],
-            "the loss of WholeBatch states a count (Mean, Sum) on one rank and none on another: always return it",
+            [*states.values()],
+            f"the loss of WholeBatch states a count (Mean, Sum) on some ranks only "
+            f"({self._agreement.list_unlike(states)}): always return it",
         )
+        self._name_infinite("the loss of WholeBatch has gradients with", answers)
         return [one["count"] for one in answers]
+
+    def _name_infinite(self, what: str, sent: Sequence[dict[str, Any]]) -> None:
+        """Name the ranks with nan or infinity on rank 0, once a step: all ranks get it in their gradients."""
+        ranks = {rank: f"{what} nan or infinity" for rank, one in enumerate(sent) if not one["finite"]}
+        if ranks and not self._has_named and self._rank == 0:
+            _LOG.warning(
+                "%s; the loss compares rows of all ranks, so all get a gradient that is not finite, as in any step: "
+                "a GradScaler skips the update, and without one parameters become nan",
+                self._channel.list_by_rank(ranks),
+            )
+        self._has_named = self._has_named or bool(ranks)
 
     def _begin_backward(self, gradients: Rows, factor: float) -> float:
         pairs = [*zip(self._rows, gradients, strict=True)]
@@ -128,15 +150,9 @@ class SharedRows:
             for part, count in parts
         ]
 
-    def _list_unlike(self, sent: Sequence[dict[str, Any]]) -> str:
-        """Show the representations of the first rank, and of the first one that differs from it."""
-        unlike = [rank for rank, one in enumerate(sent) if any(one[key] != sent[0][key] for key in ("kinds", "nest"))]
-        return self._channel.list_by_rank({rank: _show(sent[rank]["kinds"]) for rank in (0, *unlike[:1])})
 
-
-def _show(kinds: Sequence[Sequence[Any] | None]) -> str:
-    shown = [kind and f"{tuple(kind[:-2])} {kind[-2]}{'' if kind[-1] else ' without a graph'}" for kind in kinds]
-    return f"rows of {', '.join(map(str, shown))}"
+def _are_finite(tensors: Rows) -> bool:
+    return all(bool(one.isfinite().all()) for one in tensors if one is not None)
 
 
 def _gradient(tensor: torch.Tensor | None) -> torch.Tensor | None:

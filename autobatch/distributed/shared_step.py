@@ -202,9 +202,12 @@ class SharedStep:
         if not counting:
             self._agreement.end()
             return True
+        by_rank = enumerate(values["states"] for values in gathered)
+        texts = {rank: "a count" if its else "no count" for rank, its in by_rank if its is not None}
         self._agreement.refuse_unlike(
-            [values["states"] for values in counting],
-            "the step returns a count (Mean, Sum) on one rank and none on another: always return it",
+            [*texts.values()],
+            f"the step returns a count (Mean, Sum) on some ranks only ({self._agreement.list_unlike(texts)}): always "
+            f"return it",
         )
         if any(values["gradients"] != gathered[0]["gradients"] for values in gathered):
             places = [place for place, slot in enumerate(slots) if slot.has_any()]

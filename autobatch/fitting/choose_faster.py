@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
+from autobatch.errors import DoesNotFit
 from autobatch.fitting.choose_blocks import describe, held_bytes, measure
-from autobatch.fitting.make_plan import Request
+from autobatch.fitting.make_plan import Found, Request
 from autobatch.fitting.trials import Trials
 from autobatch.memory.oom import describe_error
+from autobatch.planning.division import balance
 from autobatch.records import Trial
 from autobatch.step.whole_batch import WholeBatch
 from autobatch.strategies.blocks import find_blocks
@@ -26,18 +29,28 @@ _REPEATS = 2
 def choose_faster(request: Request, trials: Trials, size: int, larger: Sequence[int], least: int) -> int:
     """Return the size of the fastest step: the plain one, or a larger one with blocks that ``trials`` recompute then.
 
-    1. Blocks are measured on ``least`` samples. If that fails, the plain plan stays.
+    1. Blocks are measured on ``least`` samples.
     2. The best few choices that are predicted to be faster are tried.
     3. If the fastest saves the margin, it and the plain size are tried again, in turn. If it still does, it is taken.
+
+    If any of these raises an error, the plain plan stays.
     """
     blocks = find_blocks(request.workload.model) if request.memory.measures else []
     if not blocks:
         return size
     try:
-        measured = measure(request, trials, blocks, least)
-    except Exception as error:  # noqa: BLE001 - the step itself has run; only its graph cannot be cut
-        _log.info("blocks were not measured, so none is recomputed: %s", describe_error(error))
-        return size
+        return _compare(request, trials, size, larger=larger, least=least, blocks=blocks)
+    except Exception as error:  # noqa: BLE001 - the plain step has run at this size
+        _log.info("no blocks are recomputed, since that raised an error: %s", describe_error(error))
+    trials.recompute(())
+    request.memory.reclaim()
+    return size
+
+
+def _compare(
+    request: Request, trials: Trials, size: int, *, larger: Sequence[int], least: int, blocks: Sequence[str]
+) -> int:
+    measured = measure(request, trials, blocks, least)
     is_comparable = not (isinstance(request.workload.step, WholeBatch) or request.lengths)
     if isinstance(measured, str) or not is_comparable or request.wanted.objective == "memory":
         return size
@@ -80,6 +93,34 @@ def choose_faster(request: Request, trials: Trials, size: int, larger: Sequence[
         saved_time=saving,
     )
     return best.size
+
+
+def choose_again(trials: Trials, found: Found) -> Found:
+    """Return what was found for this rank's share, whose micro-batches may be smaller than those of the search.
+
+    Both ways are tried once more. Blocks are recomputed only if that still saves the margin.
+
+    Raises:
+        DoesNotFit: The plain size does not fit, though a larger one did.
+    """
+    chosen, samples = found.checkpointing, found.samples
+    assert chosen is not None  # noqa: S101 - narrows for mypy
+    before, size = (max(balance(samples, one, min(found.smallest, samples))) for one in (chosen.plain_size, found.size))
+    trial = trials.run(size)
+    trials.recompute(())
+    if (plain := trials.run(before)).outcome != "fits":
+        raise DoesNotFit(trials.explain())
+    recomputed, others = (*found.trials, trial), (*found.earlier_trials, plain)
+    saving = saved_time(plain, trial, samples) if trial.outcome == "fits" else 0.0
+    if saving < MARGIN:
+        plains = tuple(one for one in others if not one.checkpointed)
+        earlier = (*(one for one in others if one.checkpointed), *recomputed)
+        return replace(found, size=before, checkpointing=None, trials=plains, earlier_trials=earlier)
+    saved_bytes = (chosen.plain_bytes - chosen.peak_bytes) * size // chosen.micro_batch_size
+    sizes = {"micro_batch_size": size, "plain_size": before, "saved_time": saving}
+    peaks = {"peak_bytes": trial.peak_reserved, "plain_bytes": trial.peak_reserved + saved_bytes}
+    chosen = chosen.model_copy(update={**sizes, **peaks})
+    return replace(found, size=size, checkpointing=chosen, trials=recomputed, earlier_trials=others)
 
 
 def _run_again(trials: Trials, blocks: Sequence[str], size: int) -> Trial:

@@ -157,13 +157,9 @@ class Probe:
         """
         self.device.watch(self.workload.resident_tensors())
         reason = None
-        try:
-            for records in (True, False):
-                run = partial(self._run_on_copies, action)
-                reason = reason or self._attempt(run, size, records=records)
-        except BaseException:
-            self.state.rewind()
-            raise
+        for records in (True, False):
+            run = partial(self._run_on_copies, action)
+            reason = reason or self._attempt(run, size, records=records)
         return reason
 
     def _run_on_copies(self, action: Callable[[Any], object], size: int) -> None:
@@ -179,9 +175,7 @@ class Probe:
                 raise
         else:
             return 1
-        # After the ``except`` block, whose error holds the tensors of the failed pass.
-        self.state.rewind()
-        self.device.reclaim()
+        self.device.reclaim()  # after the ``except`` block, whose error holds the tensors of the failed pass
         return 2
 
     def measure_forward(self) -> int | None:
@@ -193,7 +187,7 @@ class Probe:
         return self._now.after_forward - self._now.resident
 
     def _attempt(self, action: Callable[[int], object], size: int, *, records: bool = False) -> str | None:
-        """Run one part of a trial from the user's own state; return the reason of an OOM.
+        """Run one part of a trial from the user's own state, and rewind that; return the reason of an OOM.
 
         ``records`` copies tensors outside the model before the step writes into them. Recording takes time, so
         measured steps do not record.
@@ -212,6 +206,7 @@ class Probe:
             reason = str(ended)
         except Exception as error:
             if not is_oom(error, handled=handled):
+                self.state.rewind()
                 raise
             reason = describe_error(error, handled=handled)
         # After the ``except`` block, whose error holds the attempt's tensors; outside the limit, as copies count.

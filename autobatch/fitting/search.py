@@ -15,7 +15,7 @@ from autobatch.batch.tree import count_bytes, tensors_of
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import PlanRecalled, PlanRefused, emit
 from autobatch.fitting.choose_blocks import choose_blocks
-from autobatch.fitting.choose_faster import choose_faster
+from autobatch.fitting.choose_faster import choose_again, choose_faster
 from autobatch.fitting.make_plan import ExampleBatch, Found, Request
 from autobatch.fitting.trials import Trials, find_candidates
 from autobatch.planning.division import balance, least_size
@@ -101,12 +101,15 @@ def settle(request: Request, found: Found, samples: int) -> Found:
     if request.division.trials.are_shared or found.sizes:
         return found
     size = max(balance(samples, found.size, min(found.smallest, samples)))
-    if size in {trial.micro_batch_size for trial in found.trials}:
+    is_faster = found.checkpointing is not None and found.checkpointing.plain_size > 0
+    if size in {trial.micro_batch_size for trial in found.trials} and not is_faster:
         return replace(found, size=size)
     request = replace(request, wanted=request.wanted.model_copy(update={"target_batch": samples}))
     trials = Trials(request, found.batch, _hold_whole_batch(request, found.batch.example)[0])
     trials.apply(found.checkpointing, found.recomputable)
     with torch.enable_grad():
+        if is_faster:
+            return choose_again(trials, found)
         trial = trials.run(size)
     if trial.outcome != "fits":
         raise DoesNotFit(trials.explain())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InvalidArgument
@@ -124,3 +124,21 @@ def read_rows(returned: Any, samples: int) -> tuple[list[torch.Tensor | None], T
     if not any(isinstance(one, torch.Tensor) for one in found):
         raise InvalidArgument(f"represent() returned no tensor ({name_type(returned)}): return one with a row a sample")
     return found, nest
+
+
+class _Shown(str):
+    """A text that its containers show without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def show_rows(found: Sequence[torch.Tensor | None], nest: TreeSpec) -> str:
+    """Show representations in their containers, in one line."""
+    shown = [
+        None
+        if one is None
+        else _Shown(f"rows of {tuple(one.shape[1:])} {one.dtype}{'' if one.requires_grad else ' without a graph'}")
+        for one in found
+    ]
+    return " ".join(repr(tree_unflatten(shown, nest)).split())

@@ -51,8 +51,8 @@ class BothWays:
 def run_both_ways(model: nn.Module, device: Device, block: nn.Module, forward: Forward, call: Call) -> BothWays:
     """Run a block's forward and backward pass plainly, and again recomputed, from the same inputs and generators."""
     parameters = [one for one in block.parameters() if one.requires_grad]
-    for one in parameters:
-        one.grad = None
+    for one in parameters:  # gradients are there already, as in training: adding to them takes time and memory
+        one.grad = torch.zeros_like(one)
     begun, versions = RandomState(device.torch_device), call.versions()
     saved = _Saved(model, call.tensors)
     with (
@@ -64,19 +64,17 @@ def run_both_ways(model: nn.Module, device: Device, block: nn.Module, forward: F
         return BothWays(returned)
     saves_output = saved.drop(outputs)
     directions = [*map(_direction, outputs)]
-    torch.autograd.backward(outputs, directions)
-    plain = [_copy(one.grad) for one in (*inputs, *parameters)]
     del inputs, outputs, returned
+    begun.restore()
+    plain_seconds, inputs, *_ = _run_timed(device, call, forward, directions)
+    plain = [_copy(one.grad) for one in (*inputs, *parameters)]
+    del inputs
     state, ended = ModuleState([model]), RandomState(device.torch_device)
     begun.restore()
     device.synchronize()
     device.reset_peak()
-    before, started = device.usage().allocated, time.perf_counter()
-    inputs, outputs, returned = call.run(recomputing(forward))
-    device.synchronize()
-    seconds = time.perf_counter() - started
-    torch.autograd.backward(outputs, directions)  # gradients of parameters are there already, as in training
-    device.synchronize()
+    before = device.usage().allocated
+    seconds, inputs, outputs, returned = _run_timed(device, call, recomputing(forward), directions)
     peak = device.usage().peak_allocated
     again = [_copy(one.grad) for one in (*inputs, *parameters)]
     summed = [1] * len(inputs) + [2] * len(parameters)  # those of parameters are of both runs
@@ -99,8 +97,20 @@ def run_both_ways(model: nn.Module, device: Device, block: nn.Module, forward: F
         saved_bytes=saved.byte_count,
         again_bytes=max(peak - before - (0 if saves_output else sum(map(bytes_of, outputs))), 0),
         flops=counter.get_total_flops(),
-        seconds=seconds,
+        seconds=max(seconds - plain_seconds, 0.0),
     )
+
+
+def _run_timed(
+    device: Device, call: Call, forward: Forward, directions: Sequence[torch.Tensor]
+) -> tuple[float, list[torch.Tensor], list[torch.Tensor], Any]:
+    """Run both passes; return their time, and what ``Call.run`` returns."""
+    device.synchronize()
+    started = time.perf_counter()
+    inputs, outputs, returned = call.run(forward)
+    torch.autograd.backward(outputs, directions)
+    device.synchronize()
+    return time.perf_counter() - started, inputs, outputs, returned
 
 
 class Call:

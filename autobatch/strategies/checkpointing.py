@@ -56,11 +56,20 @@ def recompute(workload: Workload, blocks: Sequence[str], reserve: Sequence[str] 
 
 def recompute_more(workload: Workload) -> int:
     """Let the step recompute the blocks in reserve too; return the number of blocks that it did not recompute yet."""
+    step = _find_step(workload)
+    return 0 if step is None or is_compiled(workload.model) else step.recompute_more(workload.model)
+
+
+def explain_recomputed(workload: Workload) -> str:
+    """Return a part of a message that says how many blocks the step recomputes; empty if none."""
+    step = _find_step(workload)
+    return f"; already recomputed: {plural(len(step.blocks), 'block')}" if step is not None and step.blocks else ""
+
+
+def _find_step(workload: Workload) -> CheckpointedStep | None:
     step: Any = workload.step
     step = step.represent if isinstance(step, WholeBatch) else step
-    if not isinstance(step, CheckpointedStep) or is_compiled(workload.model):
-        return 0
-    return step.recompute_more(workload.model)
+    return step if isinstance(step, CheckpointedStep) else None
 
 
 def find_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:

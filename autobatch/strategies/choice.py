@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from itertools import product
+from statistics import median
 
 from autobatch._bounds import Bytes, Count, Seconds, Text
 from autobatch.records import Record
@@ -45,7 +46,7 @@ class BlockRun(Record):
         fed_by: Block whose saved bytes include these inputs; empty if none does.
         again_bytes: Most bytes at once while it is recomputed and runs backward.
         flops: Operations of its forward pass.
-        seconds: Time of its forward pass.
+        seconds: Time that its recomputation takes.
     """
 
     block: Text
@@ -94,8 +95,11 @@ def cost_of(runs: Sequence[BlockRun], chosen: Collection[str]) -> float:
 
 
 def again_seconds(runs: Sequence[BlockRun], chosen: Collection[str]) -> float:
-    """Return the time that recomputing these blocks takes; their forward passes were measured one after the other."""
-    return sum(run.seconds for run in runs if run.block in chosen)
+    """Return the time that recomputing these blocks takes. Equal calls count as their median."""
+    equal: dict[tuple[object, ...], list[float]] = {}
+    for run in runs:
+        equal.setdefault(_describe(run), []).append(run.seconds)
+    return sum(median(equal[_describe(run)]) for run in runs if run.block in chosen)
 
 
 def choices(runs: Sequence[BlockRun]) -> Iterator[tuple[str, ...]]:
@@ -120,13 +124,17 @@ def _add_up(costs: Iterator[float]) -> Iterator[float]:
         yield (total := total + cost)
 
 
+def _describe(run: BlockRun) -> tuple[object, ...]:
+    """Return what equal calls have in common."""
+    return run.kind, run.flops, run.saved_bytes, run.input_bytes, run.keeps_input
+
+
 def _kinds(runs: Sequence[BlockRun], blocks: Sequence[str], width: float) -> list[list[str]]:
     """Group blocks that are alike; a ``width`` above 1 also groups those whose numbers differ by up to this factor."""
     kinds: dict[tuple[object, ...], list[str]] = {}
     for block in blocks:
         own = [run for run in runs if run.block == block]
-        numbers = [(run.flops, run.saved_bytes, run.input_bytes, run.keeps_input) for run in own]
-        key: tuple[object, ...] = (own[0].kind, *numbers)
+        key: tuple[object, ...] = tuple(map(_describe, own))
         if width > 1:
             cost, saved = sum(run.cost for run in own), sum(run.saved_bytes for run in own)
             key = tuple(round(math.log(number + 1) / math.log(width)) for number in (cost, saved))

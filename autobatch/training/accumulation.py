@@ -33,6 +33,7 @@ from autobatch.step.loop_guard import find_hooks
 from autobatch.step.model_info import is_compiled
 from autobatch.step.totals import refuse_totals
 from autobatch.step.workload import Workload, split_output
+from autobatch.strategies.checkpointing import explain_recomputed
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.batches import cut_weighed, find_least_size, refuse_larger_micro_batches
 from autobatch.training.given_backward import Backward
@@ -207,7 +208,7 @@ class Accumulation:
         self.leaves_are_known = False  # the next attempt looks at its graph again
         self._sums.clear()  # memory is full
         progress.watch.refuse_writes(undo.memory, stays=not self.owns_batches)
-        undo.refuse_lost(reason)
+        undo.refuse_lost(f"{reason}{explain_recomputed(self.workload)}")
         is_hopeless = progress.phase == "loss" and progress.retries > 0  # it takes as much in any micro-batches
         failed = progress.fail()
         return Shortage(

@@ -39,6 +39,7 @@ class RunnerState(Record):
     ceiling: Ceiling | None = None  # largest size that runs since the plan's size failed
     clean_steps: Count = 0  # at this size without trouble, as far as they are counted
     thrashed_steps: Count = 0  # in a row, up to now
+    recomputes_more: Annotated[bool, Strict()] = False  # than its plan, since a step ran out of memory at one sample
     summing_wait: Count = 0  # steps in which sharded gradients are summed in each micro-batch after the last shortage
     summing_left: Count = 0  # of them still to come
     counted_per_sample: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = 0.0  # of the last step's losses

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from autobatch._formatting import format_bytes
 from autobatch._user_errors import contextmanager
@@ -27,7 +26,7 @@ from autobatch.records import Summing
 from autobatch.report.advice import PHASES
 from autobatch.step.model_info import explain_smallest, is_compiled
 from autobatch.step.workload import Workload
-from autobatch.strategies.checkpointing import recompute_more
+from autobatch.strategies.checkpointing import explain_recomputed, recompute_more
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation_state import Shortage
 from autobatch.training.step_events import StepEvents
@@ -47,6 +46,7 @@ class StepMemory:
 
     Attributes:
         pace: Size of the next micro-batches, and why; replaced whenever it changes.
+        recomputes_more: Whether more blocks are recomputed than the plan says.
         first_step: Number of the step at which the Runner began, or where a loaded state was.
         peak_bytes: Most bytes in tensors at once in the last measured step.
         held_bytes: Most bytes that the allocator held at once in that step.
@@ -57,6 +57,7 @@ class StepMemory:
         self._division, self._events = division, events
         self._free = _FreeMemory(plan, workload, device)
         self.pace, self.summing = self.make_pace(plan.smallest_micro_batch), SummingPace.of(plan)
+        self.recomputes_more = False
         self._most_bytes: int | None = None  # that the running step can reach
         self.first_step, self.peak_bytes, self.held_bytes, self._has_thrashed = 0, 0, 0, False
 
@@ -143,15 +144,21 @@ class StepMemory:
             self._events.report_retry(step, shortage, self.pace.size, self._device.usage().allocated)
             return self.pace.size
         used, least = self._device.usage().allocated, max(shortage.least_size, self.pace.smallest)
-        if shortage.failed_size <= least and shortage.ended_in != "loss" and (more := recompute_more(self._workload)):
+        if shortage.failed_size <= least and shortage.ended_in != "loss" and (more := self.recompute_more()):
             self._events.report_retry(step, shortage, self.pace.size, used, recomputed=more)
             return self.pace.size
         if shortage.failed_size <= least:
-            raise DoesNotFit(_explain_shortage(step, shortage, used, self._plan, self._workload.model))
+            raise DoesNotFit(_explain_shortage(step, shortage, used, self._plan, self._workload))
         _, limit_bytes = self._free.read()
         self.pace = self.pace.after_shortage(shortage.failed_scale, limit_bytes, least)
         self._events.report_retry(step, shortage, self.pace.size, used)
         return self.pace.size
+
+    def recompute_more(self) -> int:
+        """Recompute all blocks that may be, from now on; return the number of those that were not recomputed yet."""
+        more = recompute_more(self._workload)
+        self.recomputes_more = self.recomputes_more or more > 0
+        return more
 
     def after_step(self, next_step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Choose the next step's size, after these micro-batches have run."""
@@ -250,7 +257,7 @@ class _FreeMemory:
         return sum(bytes_of(p.grad) for p in self.workload.parameters() if p.grad is not None)
 
 
-def _explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan, model: nn.Module) -> str:
+def _explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan, workload: Workload) -> str:
     """Explain why a step does not fit if its micro-batch cannot be smaller."""
     size = shortage.failed_size
     if shortage.ended_in == "loss":
@@ -261,9 +268,9 @@ def _explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan
             f"chunks of rows"
         )
     samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
-    reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(model)}"
+    reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(workload.model)}"
     return (
         f"step {step} ran out of memory {PHASES[shortage.ended_in]} at a micro-batch of {samples}; "
-        f"{format_bytes(used_bytes)} of a budget of {format_bytes(plan.budget_bytes)} were held before it; {reason}; "
-        f"the step was undone: free memory or pass a larger budget="
+        f"{format_bytes(used_bytes)} of a budget of {format_bytes(plan.budget_bytes)} were held before it; {reason}"
+        f"{explain_recomputed(workload)}; the step was undone: free memory or pass a larger budget="
     )

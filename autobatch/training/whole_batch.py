@@ -32,7 +32,7 @@ from autobatch.batch.samples import Layout, MicroBatch
 from autobatch.distributed.shared_rows import SharedRows
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import CannotRetry, InvalidArgument
-from autobatch.step.whole_batch import PerRank, RankBatch, WholeBatch, read_loss, read_rows
+from autobatch.step.whole_batch import PerRank, RankBatch, WholeBatch, read_loss, read_rows, show_rows
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.misuse import GradientWatch
@@ -218,7 +218,7 @@ class WholeBatchAccumulation(RankAccumulation):
         own = _join([kept.tensors for kept in self._kept], progress)
         if self._shared is None:
             return tree_unflatten(own, nest)
-        return tree_unflatten(_join(self._shared.gather(own, str(nest))), nest)
+        return tree_unflatten(_join(self._shared.gather(own, show_rows(own, nest), str(nest))), nest)
 
     def _imitate(self, samples: int, progress: AccumulationState) -> None:
         """Keep as many representations as a step of so many samples keeps."""
@@ -305,15 +305,12 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _refuse_unlike(first: Kept, kept: Kept) -> None:
     """Refuse representations that cannot be joined with those of the first micro-batch."""
-    pairs = [*zip(first.tensors, kept.tensors, strict=False)]
-    unlike = [(one, other) for one, other in pairs if _describe_row(one) != _describe_row(other)]
-    if first.nest == kept.nest and not unlike:
+    if first.nest == kept.nest and [*map(_describe_row, first.tensors)] == [*map(_describe_row, kept.tensors)]:
         return
-    shapes = [f"{None if one is None else (tuple(one.shape), one.dtype)}" for one in (unlike[0] if unlike else ())]
-    differ = f"a tensor of {shapes[0]} in one and {shapes[1]} in another" if shapes else "other containers in each"
+    one, other = (show_rows(its.tensors, its.nest) for its in (first, kept))
     raise InvalidArgument(
-        f"represent() returned unlike representations of two micro-batches ({differ}): return rows of one shape, such "
-        f"as one vector a sample, or pad them to a fixed length"
+        f"represent() returned unlike representations of two micro-batches ({one} in one and {other} in another): "
+        f"return rows of one shape, such as one vector a sample, or pad them to a fixed length"
     )
 
 

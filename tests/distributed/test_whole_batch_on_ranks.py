@@ -1,5 +1,6 @@
 """The loss of ``WholeBatch`` over the samples of several ranks is that of one process, in float64 to rounding."""
 
+import logging
 from functools import partial
 
 import numpy as np
@@ -285,8 +286,8 @@ def step_through_faults(positions, make):
 
 @pytest.mark.parametrize("make", [make_step, make_local_step])
 def test_memory_that_ends_at_operations_of_either_pass(make):
-    """A sample of all operations."""
-    for worst, retried in values_of(run_ranks(step_through_faults, range(5, 400, 25), make)):
+    """A sample of the operations before the ranks agree on the step."""
+    for worst, retried in values_of(run_ranks(step_through_faults, range(5, 270, 20), make)):
         assert worst < 1e-13
         assert retried >= 8
 
@@ -345,19 +346,111 @@ def test_what_cannot_be_the_same_on_all_ranks_is_refused(kind):
     values_of(run_ranks(refuse, kind))
 
 
-def return_unlike_rows():
-    def widen(model, batch):
-        rows = model.image(batch[0])
-        return rows[:, :3] if dist.get_rank() == 2 else rows
+UNLIKE = {
+    "shapes": (lambda rows: rows[:, :3], ("rank 0: rows of (5,)", "rank 2: rows of (3,)")),
+    "containers": (lambda rows: {"image": [rows]}, ("rank 0: rows of (5,)", "rank 2: {'image': [rows of (5,)")),
+    "graphs": (lambda rows: rows.detach(), ("rank 2: rows of (5,) torch.float64 without a graph",)),
+    "None": (lambda rows: (rows, None), ("rank 2: (rows of (5,) torch.float64, None)",)),
+}
 
-    _, runner = bind((4, 4, 4), 4, step=lambda model: autobatch.WholeBatch(widen, lambda rows, batch: rows.var()))
+
+def return_unlike_rows(case):
+    change, _ = UNLIKE[case]
+
+    def represent_on_rank(model, batch):
+        rows = model.image(batch[0])
+        return change(rows) if dist.get_rank() == 2 else rows
+
+    def loss(rows, _):
+        return rows.var()
+
+    _, runner = bind((4, 4, 4), 4, step=lambda model: autobatch.WholeBatch(represent_on_rank, loss))
     with pytest.raises(InvalidArgument) as raised:
         runner.accumulate(part_of((4, 4, 4), dist.get_rank()))
     return str(raised.value)
 
 
-def test_unlike_rows_are_named_with_their_rank():
-    """The message has the shapes, and the rank that differs."""
-    for message in values_of(run_ranks(return_unlike_rows, size=3)):
-        assert all(one in message for one in ("rank 0: rows of (5,)", "rank 2: rows of (3,)"))
+@pytest.mark.parametrize("case", UNLIKE)
+def test_unlike_representations_are_named_with_their_rank(case):
+    """The message has shapes and containers, and the rank that differs; it is one line."""
+    for message in values_of(run_ranks(return_unlike_rows, case, size=3)):
+        assert all(one in message for one in UNLIKE[case][1])
         assert "rank 1" not in message
+        assert "\n" not in message
+
+
+def state_a_count_on_one_rank(kind):
+    def step(model):
+        if kind == "WholeBatch":
+            return make_local_step(model) if dist.get_rank() == 2 else make_step(model)
+
+        def mean(model, batch):
+            loss = model.image(batch[0]).square().mean()
+            return autobatch.Mean(loss, len(batch[0])) if dist.get_rank() == 2 else loss
+
+        return mean
+
+    _, runner = bind((4, 4, 4), 4, step=step)
+    with pytest.raises(InvalidArgument, match="count") as raised:
+        runner.accumulate(part_of((4, 4, 4), dist.get_rank()))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["WholeBatch", "a mean over samples"])
+def test_a_count_on_one_rank_is_named_with_the_rank(kind):
+    """And with a rank that states none."""
+    for message in values_of(run_ranks(state_a_count_on_one_rank, kind, size=3)):
+        assert all(one in message for one in ("rank 0: no count", "rank 2: a count"))
+        assert "rank 1" not in message
+
+
+def step_with_nan(kind, is_scaled):
+    """A step whose samples, or whose part of the loss, are not finite on rank 1."""
+    records, handler = [], logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("autobatch").addHandler(handler)
+
+    def make(model):
+        if kind == "a mean over samples":
+            return lambda model, batch: model.image(batch[0]).square().mean()
+        made = (make_step if kind == "representations" else make_local_step)(model)
+        if kind != "part of the loss":
+            return made
+
+        def loss(rows, batch):
+            part = made.loss(rows, batch)
+            worth = torch.nan if batch.own_rows.start else 1.0
+            return autobatch.Mean(part.loss * worth, part.count)
+
+        return autobatch.WholeBatch(represent, loss)
+
+    rank, shares = dist.get_rank(), (6, 6)
+    inner = Pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if is_scaled else None
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    plan = make_rank_plans(shares, size=3, **{**SMALL, "budget_bytes": 2**30})[rank]
+    runner = autobatch.Runner(plan, DistributedDataParallel(inner), make(inner), optimizer, scaler=scaler)
+    batch = part_of(shares, rank)
+    if rank == 1 and kind != "part of the loss":
+        batch[0][2, 0] = torch.nan
+    before = [one.detach().clone() for one in inner.parameters()]
+    result = runner.step(batch)
+    has_nan = any(bool(one.isnan().any()) for one in inner.parameters())
+    is_same = all(torch.equal(one, its) for one, its in zip(inner.parameters(), before, strict=True))
+    logged = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+    return bool(result.loss.isnan()), has_nan, is_same, scaler and scaler.get_scale(), logged
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("kind", ["representations", "part of the loss"])
+def test_numbers_that_are_not_finite_do_what_they_do_in_any_step(kind, is_scaled):
+    """All ranks get nan weights, or a scaler skips the step on all; rank 0 names the rank in one line."""
+    plain = values_of(run_ranks(step_with_nan, "a mean over samples", is_scaled))
+    found = values_of(run_ranks(step_with_nan, kind, is_scaled))
+    assert [one[:4] for one in found] == [one[:4] for one in plain]
+    assert [one[:4] for one in found] == [(True, not is_scaled, is_scaled, 2.0 if is_scaled else None)] * 2
+    (message,), others = found[0][4], found[1][4]
+    assert "rank 1" in message
+    assert "rank 0" not in message
+    assert "\n" not in message
+    assert not others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 
 import pytest
 import torch
@@ -54,6 +55,34 @@ def test_a_runner_of_such_a_plan_has_the_whole_batch_s_gradient_and_leaves_the_m
     assert not any("forward" in vars(module) for module in model.modules())
     for one, other in zip(whole.parameters(), model.parameters(), strict=True):
         assert (one.grad - other.grad).norm() <= 1e-12 * one.grad.norm()
+
+
+def test_the_plan_s_slowdown_is_that_of_the_step_where_it_fits_plainly():
+    """Also if a block takes longer in its recomputation, as it does where it adds to gradients or has many hooks."""
+    model = make_model()
+
+    def take_time(*_):
+        time.sleep(0.08 if torch._C._current_graph_task_id() >= 0 else 0.02)
+
+    for block in model.blocks:
+        block.linear1.register_forward_pre_hook(take_time)
+
+    def slow_step(model, texts):
+        time.sleep(0.2)
+        return step(model, texts)
+
+    plan = fit(model, 0.6, step=slow_step)
+    blocks, texts = plan.checkpointing.blocks, make_texts(1)
+    plain, recomputed = slow_step, recompute(Workload(model, slow_step), blocks).step
+    seconds = {plain: [], recomputed: []}
+    for _ in range(4):
+        for way, times in seconds.items():
+            started = time.perf_counter()
+            way(model, texts).backward()
+            times.append(time.perf_counter() - started)
+    slowdown = min(seconds[recomputed]) / min(seconds[plain]) - 1
+    assert slowdown > 0.5
+    assert plan.checkpointing.slowdown == pytest.approx(slowdown, abs=0.25)
 
 
 def test_a_runner_s_step_stays_inside_the_budget_in_which_the_plain_step_does_not_fit():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.strategies.choice import BlockRun, choices, cost_of, predict_peak, useful_blocks
+from autobatch.strategies.choice import BlockRun, again_seconds, choices, cost_of, predict_peak, useful_blocks
 
 pytestmark = pytest.mark.quick
 
@@ -33,6 +33,13 @@ def test_equal_blocks_are_counted_and_early_ones_are_recomputed_first():
     assert [*choices(runs)] == [tuple(f"blocks.{i}" for i in range(count)) for count in range(1, 25)]
     early, late = (predict_peak(runs, [runs[place].block], 0) for place in (0, 23))
     assert early < late
+
+
+def test_one_slow_call_of_equal_blocks_does_not_decide_what_they_take():
+    """Such as the first one, or one beside another process."""
+    runs = [make_run(number, seconds=2.0 if number == 1 else 0.1) for number in range(5)]
+    runs.append(make_run(5, flops=20, seconds=0.4))
+    assert again_seconds(runs, ["blocks.0", "blocks.1", "blocks.5"]) == pytest.approx(0.6)
 
 
 @given(st.lists(st.tuples(st.integers(20, 1000), st.integers(0, 50)), min_size=1, max_size=8))

@@ -6,8 +6,11 @@ import time
 
 import pytest
 import torch
+from builders.rank_clock import CLOCK, stop_time
+from builders.ranks import run_ranks, values_of
 from text_blocks import make_model, make_texts, need_of, step
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import autobatch
 from autobatch.records import Trial
@@ -68,6 +71,35 @@ def test_a_larger_size_that_runs_out_of_memory_when_tried_again_is_not_planned()
     assert plan.checkpointing is None
 
 
+@pytest.mark.parametrize("calls", [0, 1, 4], ids=["first trial", "its second micro-batch", "tried again"])
+def test_an_error_of_a_larger_recomputed_micro_batch_leaves_the_plain_plan(calls, caplog):
+    """It is logged; fit leaves no trace, and the plan runs."""
+    model, ran = make_model(torch.float64), []
+
+    def fragile_step(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+        loss = slow_for_each_micro_batch(model, texts)
+        if len(texts) > 4 and any("forward" in vars(block) for block in model.blocks):
+            model.embed.weight.data.add_(1)
+            ran.append(len(texts))
+            if len(ran) > calls:
+                raise ZeroDivisionError("no such batch")
+        return loss
+
+    before = [parameter.detach().clone() for parameter in model.parameters()], torch.get_rng_state()
+    with caplog.at_level("INFO", "autobatch"):
+        plan = fit(model, fragile_step)
+    assert ran
+    assert plan.checkpointing is None
+    assert plan.micro_batch_size < ran[0]
+    assert plan.recomputable
+    assert any("ZeroDivisionError: no such batch" in record.getMessage() for record in caplog.records)
+    assert all(torch.equal(one, its) for one, its in zip(model.parameters(), before[0], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert all(one.grad is None for one in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert autobatch.Runner(plan, model, fragile_step, None).accumulate(make_texts(SAMPLES)).retries == 0
+
+
 def test_the_plan_is_the_plain_one_where_recomputation_does_not_pay():
     """A cost of each sample inside the blocks; at most three choices are tried, and two sizes twice again."""
     model = make_model()
@@ -103,6 +135,41 @@ def test_a_model_whose_blocks_cannot_be_measured_has_its_plain_plan():
     assert plan.recomputable == ()
     assert torch.equal(before, torch.get_rng_state())
     assert all(one.grad is None and "forward" not in vars(one) for one in model.parameters())
+
+
+def step_by_the_clock(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+    """Takes as long on each rank, so that each has half of the target."""
+    CLOCK.advance(1.0 + 0.01 * len(texts))
+    return step(model, texts)
+
+
+def fit_a_share(target: int, budget: int) -> autobatch.Plan:
+    torch.set_num_threads(1)
+    stop_time()
+    model = make_model()
+    options = {"share": "speed", "strategies": "auto", "check": None, "reuse": False, "headroom": 0}
+    options |= {"step": step_by_the_clock, "budget": budget}
+    return autobatch.fit(DistributedDataParallel(model), target, batch=make_texts(target), **options)
+
+
+def test_a_rank_s_share_by_speed_has_its_own_sizes_and_saving():
+    """What the plan says of micro-batches is of its own, not of the larger ones before the share was known."""
+    for plan in values_of(run_ranks(fit_a_share, 22, int(3.5 * need_of(make_model())))):
+        found = plan.checkpointing
+        assert found.micro_batch_size == plan.micro_batch_size
+        assert found.peak_bytes == plan.peak_bytes <= plan.limit_bytes
+        plain = [one for one in plan.trials if one.micro_batch_size == found.plain_size and not one.checkpointed]
+        tried = [one for one in plan.trials if one.micro_batch_size == plan.micro_batch_size and one.checkpointed]
+        assert found.saved_time >= MARGIN
+        assert found.saved_time == pytest.approx(saved_time(plain[-1], tried[-1], sum(plan.micro_batch_sizes)))
+
+
+def test_a_rank_s_share_by_speed_that_fits_plainly_recomputes_nothing():
+    """Before the share was known, recomputed blocks saved a micro-batch."""
+    for plan in values_of(run_ranks(fit_a_share, 6, int(3.5 * need_of(make_model())))):
+        assert plan.checkpointing is None
+        assert plan.accumulation_steps == 1
+        assert not [one for one in plan.trials if one.micro_batch_size == plan.micro_batch_size][-1].checkpointed
 
 
 def make_trial(size: int, pass_seconds: float) -> Trial:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from faults import CHECKPOINTED_CASES, SAMPLES, Judge, Training, places_of, plan
 from sampling import IN_PROOF
 from text_blocks import LAYERS, make_model, make_texts, need_of, step
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autobatch
@@ -69,6 +71,26 @@ def test_the_step_ends_bit_for_bit_as_one_that_had_recomputed_from_the_start():
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
+def test_a_resumed_run_recomputes_what_the_interrupted_one_did():
+    """A new Runner that loads the state needs no retry, and ends bit for bit as the run that was not interrupted."""
+    ends = []
+    for is_interrupted in (False, True):
+        model = make_model(torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        plan = tighten(make_plan(model), model)
+        runner = autobatch.Runner(plan, model, step, optimizer)
+        torch.manual_seed(1)
+        assert [runner.step(make_texts()).retries for _ in range(2)] == [1, 0]
+        if is_interrupted:
+            state = json.loads(json.dumps(runner.state_dict()))
+            runner = autobatch.Runner(plan, model, step, optimizer)
+            runner.load_state_dict(state)
+        results = [runner.step(make_texts()) for _ in range(2)]
+        assert [result.retries for result in results] == [0, 0]
+        ends.append([*(result.loss for result in results), *model.state_dict().values(), torch.get_rng_state()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
 def test_the_gradient_is_that_of_the_plain_step():
     """To 1e-12 in float64, with the same draws."""
     found = []
@@ -84,16 +106,37 @@ def test_the_gradient_is_that_of_the_plain_step():
 
 
 def test_a_step_that_does_not_fit_even_then_is_undone():
-    """It raises DoesNotFit, and nothing has changed."""
+    """It raises DoesNotFit, which names the blocks that are recomputed already, and nothing has changed."""
     model = make_model()
     runner = autobatch.Runner(tighten(make_plan(model), model, 0.15), model, step, None)
     before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with pytest.raises(autobatch.DoesNotFit, match="one sample"):
+    with pytest.raises(autobatch.DoesNotFit, match=f"one sample.*recomputed: {LAYERS} blocks"):
         runner.accumulate(make_texts())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(drawn, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_step_that_cannot_be_run_again_even_then_says_what_is_recomputed():
+    """It ran out of memory with blocks recomputed, and had written into a tensor of which there was no copy."""
+    model = make_model()
+    model.count = [torch.zeros(3)]
+
+    def writing_step(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+        is_recomputed = any("forward" in vars(block) for block in model.blocks)
+        if is_recomputed:
+            model.count[0].add_(1)
+        if runner.steps == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return step(model, texts)
+
+    runner = autobatch.Runner(make_plan(model), model, writing_step, None)
+    for _ in range(3):  # the first steps are watched, and what they write is copied
+        runner.accumulate(make_texts())
+        model.zero_grad()
+    with pytest.raises(autobatch.CannotRetry, match=f"recomputed: {LAYERS} blocks"):
+        runner.accumulate(make_texts())
 
 
 def test_a_runner_without_strategies_refuses_the_step():
@@ -180,26 +223,51 @@ def make_model_without_dropout() -> nn.Module:
     return model
 
 
-def switch_on_one_rank(rank: int) -> tuple[list[torch.Tensor], int]:
+def represent(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+    return model(texts).mean(1)
+
+
+def compare(rows: torch.Tensor, _: object) -> torch.Tensor:
+    return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def compare_own(rows: torch.Tensor, batch: object) -> autobatch.Mean:
+    own = getattr(batch, "own_rows", slice(None))
+    labels = torch.arange(len(rows))[own]
+    return autobatch.Mean(F.cross_entropy(rows[own] @ rows.T, labels), len(labels))
+
+
+STEPS = {
+    "a mean over samples": step,
+    "a loss over the whole batch": autobatch.WholeBatch(represent, compare),
+    "its part of each rank": autobatch.WholeBatch(represent, compare_own),
+}
+
+
+def switch_on_one_rank(kind: str, rank: int) -> tuple[list[torch.Tensor], int]:
     torch.set_num_threads(1)
-    model = make_model_without_dropout()
+    model, chosen = make_model_without_dropout(), STEPS[kind]
     wrapped = DistributedDataParallel(model)
     options = {"strategies": "auto", "check": None, "reuse": False, "max_micro_batch": 1}
-    plan = autobatch.fit(wrapped, 4, batch=make_texts(2), step=step, budget="4GiB", **options)
+    plan = autobatch.fit(wrapped, 4, batch=make_texts(2), step=chosen, budget="4GiB", **options)
     if rank == 1:
         plan = plan.model_copy(update={"budget_bytes": int(0.7 * plan.peak_bytes)})
-    runner = autobatch.Runner(plan, wrapped, step, None)
+    runner = autobatch.Runner(plan, wrapped, chosen, None)
     result = runner.accumulate(make_texts()[2 * rank : 2 * rank + 2])
     return [parameter.grad for parameter in model.parameters()], result.retries
 
 
-def test_one_rank_alone_may_switch():
+@pytest.mark.parametrize("kind", STEPS)
+def test_one_rank_alone_may_switch(kind):
     """Gradients of both ranks are those of one process with the whole batch."""
     options = [{"rank": 0}, {"rank": 1}]
-    ends = values_of(run_ranks(switch_on_one_rank, options=options, timeout_seconds=40, limit_seconds=90))
+    ends = values_of(run_ranks(switch_on_one_rank, kind, options=options, timeout_seconds=40, limit_seconds=90))
     assert [retries for _, retries in ends] == [0, 1]
     model = make_model_without_dropout()
-    step(model, make_texts()).backward()
+    if kind == "a mean over samples":
+        step(model, make_texts()).backward()
+    else:
+        compare(represent(model, make_texts()), None).backward()
     for gradients, _ in ends:
         for one, other in zip(gradients, model.parameters(), strict=True):
             assert (one - other.grad).norm() <= 1e-12 * other.grad.norm()

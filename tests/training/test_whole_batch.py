@@ -612,3 +612,29 @@ def test_a_plan_of_another_loss_is_not_taken_for_this_one():
     """What the functions do is part of what identifies the step."""
     prints = {make_plan(4, make=make).fingerprint for make in (clip, siglip, simclr)}
     assert len(prints) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (lambda rows: rows[:, :3], "rows of (3,) torch.float64"),
+        (lambda rows: [rows], "[rows of (5,) torch.float64]"),
+        (lambda rows: (rows, None), "(rows of (5,) torch.float64, None)"),
+    ],
+)
+def test_unlike_representations_of_two_micro_batches_are_shown(change, shown):
+    """In their containers, in one line."""
+    model, calls = make_model(), []
+
+    def represent_unlike(model, batch):
+        calls.append(batch)
+        rows = model.image(batch[0])
+        return rows if len(calls) == 1 else change(rows)
+
+    runner = autobatch.Runner(make_plan(4), model, autobatch.WholeBatch(represent_unlike, clip(model).loss), None)
+    with pytest.raises(InvalidArgument) as raised:
+        runner.accumulate(make_batch())
+    message = str(raised.value)
+    assert shown in message
+    assert "rows of (5,) torch.float64 in one" in message
+    assert "\n" not in message
