@@ -54,11 +54,6 @@ class HeadCall:
     is_read: bool = False
     losses: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    @property
-    def byte_count(self) -> int:
-        """Bytes of its output in float32."""
-        return self.rows * len(self.weight) * torch.float32.itemsize
-
 
 def call_head(head: nn.Linear, hidden: torch.Tensor) -> Logits:
     """Return what the layer would return, without computing it."""
@@ -158,13 +153,11 @@ class _Uncomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return one value in the shape of the logits."""
         value = torch.full((), torch.nan, dtype=dtype, device=hidden.device)
         return value.expand(*hidden.shape[:-1], len(weight)).as_subclass(Logits)
 
     @staticmethod
     def backward(_ctx: Any, *_: Any) -> Any:
-        """Raise InvalidArgument."""
         raise InvalidArgument(
             "the step uses its logits in a function of its own, so their loss cannot be computed in chunks: leave "
             "'chunk_loss' out of strategies="
@@ -184,7 +177,6 @@ class _ChunkedLosses(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
     ) -> torch.Tensor:
-        """Return the losses."""
         torch.empty(len(weight), device=labels.device).index_select(0, labels)  # raises for a label that is no class
         tops, picked = list[torch.Tensor](), torch.zeros((), device=hidden.device)
         for part in _parts(weight):
@@ -199,7 +191,6 @@ class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of hidden, weight and bias."""
         hidden, weight, bias, labels, total = ctx.saved_tensors
         has_hidden, has_weight, has_bias, _ = ctx.needs_input_grad
         of_hidden = torch.zeros_like(hidden, dtype=total.dtype) if has_hidden else None
@@ -233,8 +224,8 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def _find(labels: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which rows have their class in this part, and a place in the part for each row."""
-    place = (labels - part.start)[:, None]
-    return (place >= 0) & (place < part.stop - part.start), place.clamp(0, part.stop - part.start - 1)
+    place, last = (labels - part.start)[:, None], part.stop - part.start - 1
+    return (place >= 0) & (place <= last), place.clamp(0, last)
 
 
 def _cast(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch.nn.functional import cross_entropy, linear
 from autobatch._user_errors import contextmanager
 from autobatch.errors import InvalidArgument
 from autobatch.records import ChunkedLoss
-from autobatch.step.losses import Term
 from autobatch.step.model_info import is_compiled
-from autobatch.step.workload import Workload, read_output
+from autobatch.step.workload import Workload
 from autobatch.strategies.checkpointing import Forward, replaced_forward
 from autobatch.strategies.chunked_logits import HeadCall, call_head, chunked_losses
 
@@ -51,20 +49,12 @@ def chunked(workload: Workload, chosen: ChunkedLoss | None) -> Workload:
             f"the plan computes the loss of {chosen.head} in chunks, and this {type(workload.model).__name__} has no "
             f"such nn.Linear or is compiled: pass the model that the plan was made for, or run fit() again"
         )
-    return workload.around(ChunkedStep(workload.step, head), weigh=workload.weigh)
 
+    def step(model: nn.Module, samples: Any) -> Any:
+        with _chunking(head):
+            return workload.step(model, samples)
 
-@dataclass(eq=False)
-class ChunkedStep:
-    """A step that computes the loss of a head in chunks of its classes."""
-
-    step: Callable[[nn.Module, Any], Any]
-    head: nn.Linear
-
-    def __call__(self, model: nn.Module, samples: Any) -> Any:
-        """Return what the step returns."""
-        with _chunking(self.head):
-            return self.step(model, samples)
+    return workload.around(step, weigh=workload.weigh)
 
 
 @contextmanager
@@ -90,26 +80,22 @@ def try_chunks(workload: Workload, name: str, samples: Any) -> tuple[int, str]:
     The losses of a few rows and their gradients are computed both ways. The reason is empty if they are the same.
     """
     head: Any = workload.model.get_submodule(name)
-    terms: tuple[Term, ...] = ()
     # Nothing is kept for a backward pass, so this fits where the step does not.
     with torch.autograd.graph.saved_tensors_hooks(_drop, _drop), _chunking(head) as calls:
         try:
-            terms, _ = read_output(workload.step(workload.model, samples))
+            workload.step(workload.model, samples)
         except Exception:
             if not any(call.is_read for call in calls):  # else they may not fit
                 raise
-    losses = [(call, *loss) for call in calls for loss in call.losses]
-    reason = ""
+    reason, losses = "", [(call, *loss) for call in calls for loss in call.losses]
     if not losses or any(call.is_read for call in calls):
         reason = (
             f"it is not the cross_entropy of the rows of {name}'s output alone: compute it so, or with "
             f"torch.nn.functional.linear_cross_entropy"
         )
-    elif not all(bool(torch.isfinite(torch.as_tensor(term.loss)).all()) for term in terms):
-        reason = "it is not finite"
     elif not all(_is_same(call, hidden[:_ROWS], labels[:_ROWS]) for call, hidden, labels in losses):
         reason = "it or its gradient differs"
-    return sum(call.byte_count for call in calls), reason
+    return sum(call.rows * head.out_features * torch.float32.itemsize for call in calls), reason
 
 
 def _drop(_: Any) -> Any:
