@@ -123,6 +123,12 @@ class Plan(PlanRecord):
                 "the plan recomputes %s, and without that its size does not fit: checkpoint them in %s, too (%s)",
                 *(plural(len(self.checkpointing.blocks), "block"), framework, ", ".join(self.checkpointing.blocks)),
             )
+        if self.chunked_loss is not None:
+            _log.warning(
+                "the plan computes the loss of %s in chunks, and without that its size does not fit: use a cross "
+                "entropy in chunks in %s, too, such as torch.nn.functional.linear_cross_entropy",
+                *(self.chunked_loss.head, framework),
+            )
         share, smallest = self.target_batch // self.world_size, self.smallest_micro_batch
         size, steps = divide_evenly(share, self.micro_batch_size)
         if size < smallest:

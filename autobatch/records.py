@@ -33,7 +33,7 @@ Phase = Literal["forward", "loss", "backward", "gradients", "optimizer state", "
 Saving = Literal["activation checkpointing", "autocast", "16-bit parameters"]
 
 # Ways to make a step fit whose smallest micro-batch does not.
-Strategy = Literal["checkpoint"]
+Strategy = Literal["checkpoint", "chunk_loss"]
 
 # How often gradients of sharded parameters are summed over the ranks, from the least memory to the fewest collectives.
 Summing = Literal["in each micro-batch", "once a step", "once a step, parameters stay gathered"]
@@ -142,6 +142,7 @@ class Trial(Record):
             alone exceed the limit. ``"optimizer state"``: the optimizer made its state.
         length: Length to which ``fit`` trimmed the samples, with ``by_length``.
         checkpointed: Number of blocks that were recomputed in the backward pass, with ``strategies``.
+        chunked: Whether the loss was computed in chunks, with ``strategies``.
     """
 
     micro_batch_size: Samples
@@ -159,6 +160,7 @@ class Trial(Record):
     ended_in: Phase | None = None
     length: Samples | None = None
     checkpointed: Count = 0
+    chunked: Flag = False
 
     @property
     def pass_seconds(self) -> float:
@@ -242,6 +244,27 @@ class Checkpointing(Record):
             sizes = f"micro-batches of {self.micro_batch_size}, {self.plain_size} without"
             time = f"-{100 * self.saved_time:.0f} % time with {sizes}"
         return f"{blocks}: {before} -> {after}, {time}"
+
+
+class ChunkedLoss(Record):
+    """A loss that a step computes in chunks of its classes, and what that saves.
+
+    Attributes:
+        head: Name of the linear layer whose outputs are the logits.
+        chunks: Number of chunks.
+        micro_batch_size: Samples of the logits that were measured.
+        logits_bytes: Bytes of these in float32. A loss that is not chunked holds several such copies at once.
+    """
+
+    head: Text
+    chunks: Annotated[int, Field(ge=1)]
+    micro_batch_size: Samples
+    logits_bytes: Bytes
+
+    def __str__(self) -> str:
+        """One line: ``loss of lm_head in 16 chunks: copies of its logits take 12.3 MiB, not 196.3 MiB``."""
+        chunk, whole = format_bytes(self.logits_bytes // self.chunks), format_bytes(self.logits_bytes)
+        return f"loss of {self.head} in {plural(self.chunks, 'chunk')}: copies of its logits take {chunk}, not {whole}"
 
 
 def refuse_nested(blocks: Collection[str]) -> None:

@@ -183,7 +183,7 @@ def measure(blocks: int = 24, width: int = 64, length: int = 128) -> Table:
 
 def _fit(model: nn.Module, texts: torch.Tensor, budget: int) -> autobatch.Plan | None:
     try:
-        return _plan(model, texts, budget=budget, strategies="auto")
+        return _plan(model, texts, budget=budget, strategies=["checkpoint"])
     except autobatch.DoesNotFit:
         return None
 

@@ -145,7 +145,7 @@ def fit(
     ] = None,
     strategies: Annotated[
         Literal["auto"] | None,
-        typer.Option(help="Recompute blocks of the model where that makes a step fit, or faster."),
+        typer.Option(help="Compute the loss in chunks and recompute blocks where that makes a step fit, or faster."),
     ] = None,
     no_reuse: Annotated[
         bool, typer.Option("--no-reuse", help="Search, even if an earlier plan could be confirmed.")

@@ -202,13 +202,6 @@ class SharedStep:
         if not counting:
             self._agreement.end()
             return True
-        by_rank = enumerate(values["states"] for values in gathered)
-        texts = {rank: "a count" if its else "no count" for rank, its in by_rank if its is not None}
-        self._agreement.refuse_unlike(
-            [*texts.values()],
-            f"the step returns a count (Mean, Sum) on some ranks only ({self._agreement.list_unlike(texts)}): always "
-            f"return it",
-        )
         if any(values["gradients"] != gathered[0]["gradients"] for values in gathered):
             places = [place for place, slot in enumerate(slots) if slot.has_any()]
             found = {place for values in self._agreement.gather("gradients", of=places) for place in values["of"]}
@@ -319,7 +312,14 @@ class SharedStep:
         return SharedBuffers(broadcast_buffers_of(self._wrapper))
 
     def _refuse_differences(self, gathered: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse what would move the ranks' parameters apart."""
+        """Refuse what would move the ranks' parameters apart, and counts on some ranks only."""
+        by_rank = enumerate(values.get("states") for values in gathered)
+        texts = {rank: "a count" if its else "no count" for rank, its in by_rank if its is not None}
+        self._agreement.refuse_unlike(
+            [*texts.values()],
+            f"the step returns a count (Mean, Sum) on some ranks only ({self._agreement.list_unlike(texts)}): always "
+            f"return it",
+        )
         for name, message in _MUST_BE_EQUAL.items():
             self._agreement.refuse_unlike([values.get(name) for values in gathered], message)
         # A scheduler may have set them by a number of one rank, such as the loss of its own validation samples.

@@ -44,8 +44,9 @@ def allow_strategies(given: Any, workload: Workload, *, are_sharded: bool) -> tu
         )
     if strategies and is_compiled(workload.model, workload.step):
         raise InvalidArgument(
-            "strategies= is not supported with torch.compile, whose graph is fixed before blocks are chosen: pass the "
-            "model that is not compiled, or leave strategies= out"
+            "strategies= is not supported with torch.compile, whose graph is fixed before blocks are chosen, and whose "
+            "activation_memory_budget has given wrong gradients with dropout at other batch sizes: pass the model that "
+            "is not compiled, or leave strategies= out"
         )
     if strategies and isinstance(workload.model, nn.DataParallel):
         raise InvalidArgument(
@@ -101,7 +102,7 @@ def measure(request: Request, trials: Trials, blocks: Sequence[str], size: int) 
 
     def run(samples: Any) -> None:  # the second run counts: the first one may import modules, which draw numbers
         left_out.clear()
-        found.append(measure_blocks(request.workload, request.memory, blocks, samples, left_out))
+        found.append(measure_blocks(trials.workload, request.memory, blocks, samples, left_out))
 
     if (shortage := trials.probe.examine(run, size)) is not None:
         return f"a single block or the rest does not fit ({shortage}){_explain(left_out)}"

@@ -25,7 +25,17 @@ from autobatch.planning.division import balance
 from autobatch.planning.plan_record import PlanRecord, RankPlan
 from autobatch.planning.reuse import Wanted
 from autobatch.planning.summing import choose_summing
-from autobatch.records import Checkpointing, Padding, Saving, SizeAtLength, Strategy, Summing, Trial, Verdict
+from autobatch.records import (
+    Checkpointing,
+    ChunkedLoss,
+    Padding,
+    Saving,
+    SizeAtLength,
+    Strategy,
+    Summing,
+    Trial,
+    Verdict,
+)
 from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Workload, warn_of_no_optimizer
 from autobatch.undo.training_state import TrainingState
@@ -80,9 +90,10 @@ class Found:
     sizes: tuple[SizeAtLength, ...]  # with lengths, the number of samples that run together at each length
     trials: tuple[Trial, ...]  # of the longest samples if lengths differ
     shorter_trials: tuple[Trial, ...]
-    earlier_trials: tuple[Trial, ...]  # with other blocks recomputed
+    earlier_trials: tuple[Trial, ...]  # with other blocks recomputed, or another loss
     checkpointing: Checkpointing | None
     recomputable: tuple[str, ...]  # blocks that are known to give the same gradient if they are recomputed
+    chunked_loss: ChunkedLoss | None
     confirmed: PlanRecord | None  # earlier plan that one trial has confirmed
     batch: ExampleBatch
     fingerprint: str
@@ -179,6 +190,7 @@ def make_plan(request: Request, found: Found, checked: Checked, ranks: Sequence[
         savings=found.savings,
         checkpointing=found.checkpointing,
         recomputable=found.recomputable,
+        chunked_loss=found.chunked_loss,
         summing=choose_summing(found.summing_trials),
         summing_trials=found.summing_trials,
         dataset_samples=count_dataset(request.batch),

@@ -16,6 +16,7 @@ from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import PlanRecalled, PlanRefused, emit
 from autobatch.fitting.choose_blocks import choose_blocks
 from autobatch.fitting.choose_faster import choose_again, choose_faster
+from autobatch.fitting.chunk_loss import chunk_loss
 from autobatch.fitting.make_plan import ExampleBatch, Found, Request
 from autobatch.fitting.trials import Trials, find_candidates
 from autobatch.planning.division import balance, least_size
@@ -75,6 +76,7 @@ def search(request: Request) -> Found:
         earlier_trials=tuple(trials.earlier),
         checkpointing=trials.checkpointing,
         recomputable=trials.recomputable,
+        chunked_loss=trials.chunked_loss,
         confirmed=confirmed,
         batch=batch,
         fingerprint=known,
@@ -106,7 +108,7 @@ def settle(request: Request, found: Found, samples: int) -> Found:
         return replace(found, size=size)
     request = replace(request, wanted=request.wanted.model_copy(update={"target_batch": samples}))
     trials = Trials(request, found.batch, _hold_whole_batch(request, found.batch.example)[0])
-    trials.apply(found.checkpointing, found.recomputable)
+    trials.apply(found.checkpointing, found.recomputable, found.chunked_loss)
     with torch.enable_grad():
         if is_faster:
             return choose_again(trials, found)
@@ -161,7 +163,7 @@ def _confirm(request: Request, trials: Trials, known: str, smallest: int) -> Pla
         return None
     if not reason:
         emit(PlanRecalled(plan_id=plan.id, micro_batch_size=plan.micro_batch_size, **request.whose), request.hooks)
-        trials.apply(plan.checkpointing, plan.recomputable)
+        trials.apply(plan.checkpointing, plan.recomputable, plan.chunked_loss)
         reason = why_not_confirmed(plan, trials.run(plan.micro_batch_size), request.allowance.limit_bytes)
     if reason:
         trials.apply(None, ())
@@ -171,13 +173,17 @@ def _confirm(request: Request, trials: Trials, known: str, smallest: int) -> Pla
 
 
 def _find_size(request: Request, trials: Trials, smallest: int) -> int:
-    """Return the size of the plan; blocks are recomputed where strategies make a size fit, or a step faster."""
+    """Return the size of the plan; strategies are used where they make a size fit, or a step faster."""
     sizes = find_candidates(request, smallest)
     size = _search_size(request, trials, smallest, sizes)
-    if request.strategies and trials.checkpointing is None:
-        least = min(smallest, sizes[0])
-        if size is not None:
-            return choose_faster(request, trials, size, [one for one in sizes if one > size], least)
+    allowed, least = request.strategies, min(smallest, sizes[0])
+    recomputes = "checkpoint" in allowed and trials.checkpointing is None
+    if size is not None and recomputes:
+        return choose_faster(request, trials, size, [one for one in sizes if one > size], least)
+    if size is None and "chunk_loss" in allowed and trials.chunked_loss is None:
+        chunk_loss(request, trials, least)  # costs less than recomputed blocks
+        size = _search_size(request, trials, smallest, sizes) if trials.chunked_loss else None
+    if size is None and recomputes:
         choose_blocks(request, trials, least)
         size = _search_size(request, trials, smallest, sizes)
     if size is None:
@@ -196,9 +202,12 @@ def _search_size(request: Request, trials: Trials, smallest: int, sizes: Sequenc
         candidates=tuple(sizes),
     )
     # On CUDA a trial costs more than a prediction. A prediction cannot gather sharded parameters from other ranks, and
-    # knows no second pass and no blocks that are recomputed.
+    # knows no second pass and no strategies.
     is_predictable = not (
-        request.division.trials.are_shared or isinstance(request.workload.step, WholeBatch) or trials.checkpointing
+        request.division.trials.are_shared
+        or isinstance(request.workload.step, WholeBatch)
+        or trials.checkpointing
+        or trials.chunked_loss
     )
     if memory.measures and memory.describe().kind == "cuda" and is_predictable:
         question = _predict(request, trials, question)

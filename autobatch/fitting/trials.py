@@ -12,10 +12,11 @@ from autobatch.events import TrialFinished, emit
 from autobatch.fitting.make_plan import ExampleBatch, Request
 from autobatch.fitting.probe import Probe
 from autobatch.planning.division import least_size, useful_sizes
-from autobatch.records import IN_EACH, Checkpointing, Summing, Trial
+from autobatch.records import IN_EACH, Checkpointing, ChunkedLoss, Summing, Trial
 from autobatch.report.advice import explain_refusal
 from autobatch.step.model_info import explain_smallest, refuses_one_sample
 from autobatch.strategies.checkpointing import recompute
+from autobatch.strategies.chunked_loss import chunked
 
 
 class Trials:
@@ -24,6 +25,10 @@ class Trials:
     def __init__(self, request: Request, batch: ExampleBatch, whole: Layout) -> None:
         self.blocks: tuple[str, ...] = ()  # that are recomputed now
         self._by_blocks: dict[tuple[str, ...], list[Trial]] = {(): []}
+        self._of_other_loss: list[Trial] = []
+        self.chunked_loss: ChunkedLoss | None = None
+        self.workload = request.workload  # with its loss in chunks, if so
+        self.not_chunked = ""  # why the loss cannot be computed in chunks, if it was tried
         self.shorter: list[Trial] = []
         self.checkpointing: Checkpointing | None = None  # of the plan
         self.recomputable: tuple[str, ...] = ()  # blocks that are known to give the same gradient
@@ -45,8 +50,9 @@ class Trials:
 
     @property
     def earlier(self) -> list[Trial]:
-        """Trials with other blocks recomputed."""
-        return [trial for blocks, trials in self._by_blocks.items() if blocks != self.blocks for trial in trials]
+        """Trials with other blocks recomputed, or another loss."""
+        others = [trials for blocks, trials in self._by_blocks.items() if blocks != self.blocks]
+        return [*self._of_other_loss, *(trial for trials in others for trial in trials)]
 
     def run(self, size: int) -> Trial:
         """Try a size; raise DoesNotFit instead of the error of a layer that needs more than one sample."""
@@ -64,14 +70,25 @@ class Trials:
         self.probe.example, length = samples.at(length)
         return self._note(self.probe.run(size), length, self.shorter)
 
+    def chunk(self, found: ChunkedLoss | None) -> None:
+        """Compute the loss in chunks in the trials from now on, or not; recompute no blocks."""
+        if found != self.chunked_loss:
+            self._of_other_loss += [trial for trials in self._by_blocks.values() for trial in trials]
+            self._by_blocks, self.chunked_loss = {}, found
+            self.workload = chunked(self._request.workload, found)
+        self.recompute(())
+
     def recompute(self, blocks: Sequence[str]) -> None:
         """Recompute these blocks in the trials from now on; ``done`` has those that did before."""
         self.blocks = tuple(blocks)
         self._by_blocks.setdefault(self.blocks, [])
-        self.probe.workload = recompute(self._request.workload, blocks) if blocks else self._request.workload
+        self.probe.workload = recompute(self.workload, blocks) if blocks else self.workload
 
-    def apply(self, found: Checkpointing | None, recomputable: Sequence[str]) -> None:
-        """Recompute the blocks of an earlier plan, or none; the plan knows these that can be recomputed."""
+    def apply(
+        self, found: Checkpointing | None, recomputable: Sequence[str], chunked_loss: ChunkedLoss | None = None
+    ) -> None:
+        """Use the strategies of an earlier plan, or none; the plan knows these blocks that can be recomputed."""
+        self.chunk(chunked_loss)
         self.recompute(() if found is None else found.blocks)
         self.checkpointing, self.recomputable = found, tuple(recomputable)
 
@@ -94,10 +111,13 @@ class Trials:
             reason = f"{reason}; {why_no_smaller}"
         allowance, device = self._request.allowance, self._request.memory.describe()
         limits = allowance.limit_bytes, allowance.budget_bytes
-        return explain_refusal(smallest, reason, *limits, device, savings=self.probe.savings)
+        refused = explain_refusal(smallest, reason, *limits, device, savings=self.probe.savings)
+        return f"{refused}; the loss cannot be computed in chunks: {self.not_chunked}" if self.not_chunked else refused
 
     def _note(self, trial: Trial, length: int | None, trials: list[Trial]) -> Trial:
-        trial = trial.model_copy(update={"length": length, "checkpointed": len(self.blocks)})
+        trial = trial.model_copy(
+            update={"length": length, "checkpointed": len(self.blocks), "chunked": bool(self.chunked_loss)}
+        )
         trials.append(trial)
         limit_bytes = self._request.allowance.limit_bytes
         emit(TrialFinished(trial=trial, limit_bytes=limit_bytes, **self._request.whose), self._request.hooks)

@@ -25,6 +25,7 @@ from autobatch.planning.curve import MemoryCurve
 from autobatch.records import (
     IN_EACH,
     Checkpointing,
+    ChunkedLoss,
     DeviceInfo,
     ModelIdentity,
     Padding,
@@ -120,6 +121,7 @@ class PlanRecord(Record):
             ``None`` without.
         recomputable: Blocks that a Runner may recompute where one sample does not fit any more, with the same gradient;
             empty without ``strategies=``.
+        chunked_loss: Loss that is computed in chunks of its classes, so that a micro-batch fits; ``None`` without.
         identity: Traits of the model and the optimizer, so that a runner can warn of others; ``None`` if unknown.
     """
 
@@ -170,6 +172,7 @@ class PlanRecord(Record):
     summing_trials: dict[Summing, Trial] = Field(default_factory=dict)
     checkpointing: Checkpointing | None = None
     recomputable: Annotated[tuple[Text, ...], LISTED] = ()
+    chunked_loss: ChunkedLoss | None = None
 
     def __hash__(self) -> int:
         """Hash a few fields; ``batch_lists`` is a dict, which has no hash."""
@@ -196,11 +199,15 @@ class PlanRecord(Record):
     def longest_trials(self) -> tuple[Trial, ...]:
         """The attempts at ``micro_batch_size`` and its neighbours; with lengths, those of the longest samples.
 
-        Attempts in which other blocks were recomputed are left out.
+        Attempts in which other blocks were recomputed, or with another loss, are left out.
         """
         longest = self.lengths[-1].length if self.lengths else None
-        blocks = len(self.checkpointing.blocks) if self.checkpointing else 0
-        return tuple(trial for trial in self.trials if trial.length in (None, longest) and trial.checkpointed == blocks)
+        strategies = len(self.checkpointing.blocks) if self.checkpointing else 0, self.chunked_loss is not None
+        return tuple(
+            trial
+            for trial in self.trials
+            if trial.length in (None, longest) and (trial.checkpointed, trial.chunked) == strategies
+        )
 
     @property
     def out_of_memory_trials(self) -> int:

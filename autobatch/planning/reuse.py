@@ -92,8 +92,8 @@ def _why_not(plan: PlanRecord, wanted: Wanted) -> str:
     limit, then = wanted.limit_bytes, plan.searched_bytes
     if plan.peak_bytes > limit:
         return f"it needs {format_bytes(plan.peak_bytes)}, and the limit is {format_bytes(limit)} today"
-    if plan.checkpointing is not None and limit > then + _tolerance(plan, then):
-        return f"the limit is {format_bytes(limit)} today and was {format_bytes(then)} then: fewer blocks may do"
+    if (plan.checkpointing or plan.chunked_loss) and limit > then + _tolerance(plan, then):
+        return f"the limit is {format_bytes(limit)} today and was {format_bytes(then)} then: fewer strategies may do"
     sizes = useful_sizes(wanted.target_batch, wanted.max_micro_batch)
     larger = next((size for size in sizes if size > plan.micro_batch_size), None)
     if wanted.objective == "memory" or larger is None or plan.curve is None:

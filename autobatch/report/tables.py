@@ -54,6 +54,8 @@ def plan_sections(plan: PlanRecord) -> Iterator[Section]:
 def _choice_sections(plan: PlanRecord) -> Iterator[Section]:
     if plan.checkpointing is not None:
         yield Section("Recomputed blocks", lines=[*_explain_checkpointing(plan.checkpointing)])
+    if plan.chunked_loss is not None:
+        yield Section("Loss in chunks", lines=[str(plan.chunked_loss)])
     if plan.summing_trials:
         yield Section("Sums of sharded gradients", lines=[_explain_summing(plan)])
 

@@ -21,6 +21,8 @@ def summarise_plan(plan: PlanRecord) -> str:
     where = f"{describe_division(plan)} on {plan.device.name}"
     if plan.checkpointing is not None:
         where += f"; {len(plan.checkpointing.blocks)} of {plan.checkpointing.candidates} blocks checkpointed"
+    if plan.chunked_loss is not None:
+        where += "; loss in chunks"
     trials = f"{plural(len(plan.trials), 'trial')}, {plan.out_of_memory_trials} out of memory"
     peak = f"peak {share_of(plan.peak_bytes, plan.budget_bytes)}" if plan.peak_bytes else "peak not measured"
     if plan.predicted:

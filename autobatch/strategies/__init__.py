@@ -1,1 +1,1 @@
-"""Chooses blocks to recompute in the backward pass, so that a step fits or is faster."""
+"""Recomputes blocks in the backward pass and computes losses in chunks, so that a step fits or is faster."""

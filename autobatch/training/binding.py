@@ -23,6 +23,7 @@ from autobatch.step.model_info import name_optimizer
 from autobatch.step.whole_batch import refuse_sharded
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.strategies.checkpointing import checkpointed
+from autobatch.strategies.chunked_loss import chunked
 from autobatch.torch_internals.storages import has_shards
 from autobatch.training.batches import find_bound
 from autobatch.training.given_backward import Backward, GivenBackward
@@ -59,9 +60,9 @@ def check_rank(plan: Plan, rank: int, size: int) -> None:
 
 
 def make_workload(plan: Plan, model: nn.Module, step: Step | None, weigh: Weigh | None, optimizer: Any) -> Workload:
-    """Return the workload of a Runner; its step recomputes the blocks that the plan names, more if memory ends."""
+    """Return the workload of a Runner; its step uses the plan's strategies, and recomputes more if memory ends."""
     workload = Workload(model, default_step if step is None else step, weigh, optimizer, "autobatch.Runner")
-    return checkpointed(workload, plan.checkpointing, plan.recomputable)
+    return checkpointed(chunked(workload, plan.chunked_loss), plan.checkpointing, plan.recomputable)
 
 
 def make_accumulation(

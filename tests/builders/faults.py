@@ -37,7 +37,7 @@ from workloads import Everything, bits_of, differences, make_batch, mean_step
 import autobatch
 from autobatch.errors import CannotRetry, DoesNotFit, RankFailed
 from autobatch.events import Retried
-from autobatch.records import Checkpointing
+from autobatch.records import Checkpointing, ChunkedLoss
 from autobatch.testing import FakeDevice, oom_at
 
 SAMPLES = 8
@@ -231,6 +231,7 @@ class Case:
     backward: Callable[[torch.Tensor], object] | None = None
     represent: Callable[[nn.Module, Any], Any] | None = None
     recomputed: tuple[str, ...] = ()
+    chunked: str = ""
 
     def make_step(self, model: nn.Module) -> tuple[Callable[[nn.Module, Any], Any], tuple[Any, ...]]:
         """The step, and what it changes outside the model."""
@@ -345,6 +346,22 @@ CHECKPOINTED_CASES = (
     ),
 )
 """Steps that recompute blocks: memory may end in the recomputation."""
+
+CHUNKED_CASES = (
+    Case(
+        "a loss in chunks and a block recomputed, weighed by tokens, AdamW foreach",
+        *(Transformer, adamw_foreach, token_step, count_tokens),
+        recomputed=("layer",),
+        chunked="head",
+    ),
+    Case(
+        "a loss in chunks, mixed precision + GradScaler, SGD",
+        *(make_dropout, sgd, autocast_step),
+        scaled=True,
+        chunked="2",
+    ),
+)
+"""Steps whose loss is computed in chunks of its classes: memory may end in each."""
 
 
 class Scaler(torch.amp.GradScaler):
@@ -473,6 +490,9 @@ def plan_of(case: Case) -> autobatch.Plan:
         max_micro_batch=LARGEST,
         check=None,
     )
+    if case.chunked:
+        chunked = ChunkedLoss(head=case.chunked, chunks=16, micro_batch_size=LARGEST, logits_bytes=0)
+        plan = plan.model_copy(update={"chunked_loss": chunked})
     if not case.recomputed:
         return plan
     peak = plan.peak_bytes
@@ -668,7 +688,7 @@ def prove(case: Case, stride: int = 1, **options: Any) -> Tally:
     """Let memory end at each operation of one step, or at some in each of its places, a fresh training each."""
     judge, tally, places = Judge(case, **options), Tally(), places_of(case, **options)
     for position in spread_positions(
-        places, stride, first=(*CASES, *WHOLE_BATCH_CASES, *CHECKPOINTED_CASES).index(case)
+        places, stride, first=(*CASES, *WHOLE_BATCH_CASES, *CHECKPOINTED_CASES, *CHUNKED_CASES).index(case)
     ):
         place, outcome = places[position - 1], judge.outcome(oom_at(position))
         if outcome in OUTCOMES and outcome not in RIGHT[place]:

@@ -1,7 +1,7 @@
-"""The proof for recomputed blocks: memory may end at any operation, also in a recomputation."""
+"""The proof for strategies: memory may end at any operation, also in a recomputation or a chunk of the loss."""
 
 import pytest
-from faults import CHECKPOINTED_CASES, prove
+from faults import CHECKPOINTED_CASES, CHUNKED_CASES, prove
 from sampling import IN_PROOF
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("quiet_log")
 STRIDE = 1 if IN_PROOF else 12
 
 
-@pytest.mark.parametrize("case", CHECKPOINTED_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CHECKPOINTED_CASES, *CHUNKED_CASES], ids=lambda case: case.name)
 @pytest.mark.timeout(1800)
 def test_an_oom_at_any_operation(case):
     """Every fault ends bit for bit as a step in its final micro-batches, or as nothing."""

@@ -29,10 +29,14 @@ def test_a_trainer_trains_where_not_one_sample_fits_plainly(tmp_path):
     plan = plain.step.plan
     resident = plan.trials[0].resident_bytes
     tight = resident + int(0.7 * (plan.peak_bytes - resident))
-    found = trainers.train(make, attached={**options, "budget": tight, "strategies": "auto"})
-    assert found.step.plan.checkpointing is not None
-    assert found.step.runner.steps == 2
-    assert differ(plain.model, found.model) <= 1e-12
+    for strategies, is_as_planned, most in (
+        (["checkpoint"], lambda plan: plan.checkpointing is not None, 1e-12),
+        ("auto", lambda plan: plan.chunked_loss is not None, 1e-7),  # plainly its loss is in float32
+    ):
+        found = trainers.train(make, attached={**options, "budget": tight, "strategies": strategies})
+        assert is_as_planned(found.step.plan)
+        assert found.step.runner.steps == 2
+        assert differ(plain.model, found.model) <= most
 
 
 def test_lightning_trains_where_not_one_sample_fits_plainly():
