@@ -80,8 +80,7 @@ class SharedStep:
     def take_update(self, error: BaseException) -> int | None:
         """Take the update that ran out of memory on this rank from one that made it; return that rank, if there is one.
 
-        This rank waits for the next call of the others. If they make none for as long as ten such steps take, they may
-        wait for this rank in a collective of the user's own.
+        It waits for the others' next call, but not for long: they may wait for it in a collective of the user's own.
         """
         self.is_agreed = False  # the other ranks will know of the error in any case
         wait = timedelta(seconds=max(_SHORTEST_WAIT, 10 * self._ranks.own_time.read()))
@@ -202,6 +201,7 @@ class SharedStep:
         if not counting:
             self._agreement.end()
             return True
+        self._refuse_counts_on_some(gathered)
         if any(values["gradients"] != gathered[0]["gradients"] for values in gathered):
             places = [place for place, slot in enumerate(slots) if slot.has_any()]
             found = {place for values in self._agreement.gather("gradients", of=places) for place in values["of"]}
@@ -311,15 +311,15 @@ class SharedStep:
     def _copy_buffers(self) -> SharedBuffers | None:
         return SharedBuffers(broadcast_buffers_of(self._wrapper))
 
-    def _refuse_differences(self, gathered: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse what would move the ranks' parameters apart, and counts on some ranks only."""
-        by_rank = enumerate(values.get("states") for values in gathered)
+    def _refuse_counts_on_some(self, gathered: Sequence[Mapping[str, Any]]) -> None:
+        by_rank = enumerate(values["states"] for values in gathered)
         texts = {rank: "a count" if its else "no count" for rank, its in by_rank if its is not None}
-        self._agreement.refuse_unlike(
-            [*texts.values()],
-            f"the step returns a count (Mean, Sum) on some ranks only ({self._agreement.list_unlike(texts)}): always "
-            f"return it",
-        )
+        shown = self._agreement.list_unlike(texts)
+        message = f"the step returns a count (Mean, Sum) on some ranks only ({shown}): always return it"
+        self._agreement.refuse_unlike([*texts.values()], message)
+
+    def _refuse_differences(self, gathered: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse what would move the ranks' parameters apart."""
         for name, message in _MUST_BE_EQUAL.items():
             self._agreement.refuse_unlike([values.get(name) for values in gathered], message)
         # A scheduler may have set them by a number of one rank, such as the loss of its own validation samples.

@@ -41,7 +41,7 @@ def earlier_gradients_may_differ(real, tensors):
 
 
 @bug(
-    "autobatch.distributed.shared_step._are_close",
+    "autobatch.distributed.shared_step.are_close",
     f"{FAILURES_ON_RANKS}::test_what_would_be_wrong_is_refused_on_every_rank",
 )
 def learning_rates_may_differ(real, rates, others):
