@@ -100,7 +100,8 @@ class Agreement:
         if self.is_over or isinstance(error, RankLost):
             return
         with suppress(RankLost):  # the first error says more
-            self._send({"error": name_error(error)})
+            messages, _ = self._send({"error": name_error(error)})
+            self._give_update(messages)  # the other ranks ask, if this one's last message was that it lacks an update
         self.end()
 
     def owe(self, error: BaseException) -> None:
@@ -131,15 +132,12 @@ class Agreement:
         runners = {one["lacks"] for one in messages if "lacks" in one}
         if len(runners) != 1 or not others or any("error" in one for one in others):
             return False
-        update = self._channel.updates.get(runners.pop())
-        # A rank's optimizer may have hooks. Or a rank has raised that it lacks the update, when it had waited for long.
-        can_copy = update is not None and is_lacking == ("lacks" in messages[self._channel.rank])
-        have, _ = self._channel.exchange(can_copy)
-        return (
-            update is not None
-            and all(have)
-            and update.copy(self._channel, _find_giver(messages), is_lacking=is_lacking)
-        )
+        has_raised = not is_lacking and "lacks" in messages[self._channel.rank]  # it had waited for long
+        update = None if has_raised else self._channel.updates.get(runners.pop())
+        have, _ = self._channel.exchange(update is not None)  # the optimizer of one rank may have hooks
+        if update is None or not all(have):
+            return False
+        return bool(update.copy(self._channel, _find_giver(messages), is_lacking=is_lacking))
 
     def _send(
         self, message: dict[str, Any], numbers: Sequence[float] = ()

@@ -145,23 +145,32 @@ def test_no_rank_can_give_an_update_that_failed_on_all():
     assert values_of(run_ranks(fail_on_all, timeout_seconds=30)) == [("CannotRetry", "", [])] * 2
 
 
-def call_between():
+def call_between(is_wrong):
     training = Training(operation=1, on=(0,))
     training.run(3)
     errors, before = [attempt(lambda: training.run(1))], training.bits()
     gather("mine")
-    errors.append(attempt(lambda: training.run(1)))
+    made, model = training.runner, training.runner._ranks.model
+    wrong = {"step": mean_step, "optimizer": training.optimizer, "max_grad_norm": -1.0, "device": made._device}
+    is_mine = is_wrong and dist.get_rank() == 0
+    call = partial(autobatch.Runner, made.plan, model, **wrong) if is_mine else partial(training.run, 1)
+    errors.append(attempt(call))
     changed = differences(training.bits(), before)
-    training.runner.steps = 3  # as a checkpoint would, with the rates
+    made.steps = 3  # as a checkpoint would, with the rates
     for group in training.optimizer.param_groups:
         group["lr"] = 0.01
     return errors, changed, attempt(lambda: training.run(1))
 
 
-def test_a_collective_of_the_users_own_is_not_waited_for_without_end():
-    """The rank that lacks the update raises after some seconds, and takes nothing then; the others raise later."""
-    found = values_of(run_ranks(call_between, timeout_seconds=60, limit_seconds=50))
-    assert [one[0] for one in found] == [["CannotRetry", "CannotRetry"], ["", "CannotRetry"]]
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_collective_of_the_users_own_is_not_waited_for_without_end(is_wrong):
+    """The rank that lacks the update raises after some seconds, and takes nothing then; the others raise later.
+
+    Whatever the rank's next call is, and if that fails, too.
+    """
+    found = values_of(run_ranks(call_between, is_wrong, timeout_seconds=20, limit_seconds=50))
+    error = "InvalidArgument" if is_wrong else "CannotRetry"
+    assert [one[0] for one in found] == [["CannotRetry", error], ["", "CannotRetry"]]
     assert [one[1:] for one in found] == [([], "")] * 2
 
 
