@@ -52,12 +52,16 @@ def check_hooks(hooks: Any) -> tuple[Hook, ...]:
 
 
 class StepEvents:
-    """The events of one plan's steps, for the log and for the user's hooks."""
+    """The events of one plan's steps, for the log and for the user's hooks.
+
+    Attributes:
+        has_reported_gradients: Whether gradients from before a step are not reported any more.
+    """
 
     def __init__(self, plan: Plan, hooks: Sequence[Hook], recorder: RunRecorder | None = None) -> None:
         self._plan, self._recorder, self._of_user = plan, recorder, hooks
         self._hooks = hooks if recorder is None else (*hooks, recorder)
-        self._planned, self._has_reported_gradients = sum(plan.micro_batch_sizes), False
+        self._planned, self.has_reported_gradients = sum(plan.micro_batch_sizes), False
         self._of: dict[str, int] = {"rank": plan.rank, "world_size": plan.world_size}
         self._inexact = "" if plan.verdict is None else "; ".join(plan.verdict.causes)
 
@@ -81,8 +85,8 @@ class StepEvents:
 
     def report_earlier_gradients(self, step: int) -> None:
         """Report earlier gradients that became part of the step, once."""
-        if not self._has_reported_gradients:
-            self._has_reported_gradients = True
+        if not self.has_reported_gradients:
+            self.has_reported_gradients = True
             emit(GradientsFound(step=step, **self._of), self._hooks)
 
     def report_retry(

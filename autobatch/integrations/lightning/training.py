@@ -298,7 +298,8 @@ class LightningRunner(Runner):
         self.ended_early = False  # whether memory ran out in the last step's update, before the parameters moved
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         super().__init__(*arguments, **named)
-        self._has_reported_gradients = True  # Lightning has cleared them, or its user's ``optimizer_zero_grad`` has not
+        # Lightning has cleared them, or its user's ``optimizer_zero_grad`` has not.
+        self._events.has_reported_gradients = True
 
     def leave_gradients(self) -> None:
         """Let ``.grad`` hold the step's gradient until Lightning clears it, as its hooks expect."""
