@@ -109,7 +109,7 @@ class Agreement:
         self._channel.owed = {"error": name_error(error), "update": self._name}
 
     def take_update(self, error: BaseException, longest_wait: timedelta) -> int | None:
-        """Wait for the other ranks' next call, and take the update that failed on this rank from one that made it.
+        """Wait for the other ranks' next call, and copy the update, which failed here, from one of them.
 
         Returns:
             Rank that gave it; ``None`` if none could. The other ranks know of the error in any case.

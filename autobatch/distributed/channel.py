@@ -56,7 +56,7 @@ class Channel:
         exchanges: Number of exchanges that have begun, the same on all ranks.
         is_over: Whether no other rank waits for this one: all have ended the last call, by success or failure.
         owed: Message about an error that the other ranks have not been sent yet.
-        updates: What other ranks can take of each Runner's last update, by the Runner's number.
+        updates: The last update of each Runner, which another rank can take, by the Runner's number.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

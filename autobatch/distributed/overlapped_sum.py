@@ -1,7 +1,7 @@
 """Sums gradients over the ranks while the last backward pass of a step runs, bucket by bucket.
 
 1. A hook on each parameter notes that its gradient is there. A bucket whose gradients are all there is summed.
-2. Buckets have the same order on all ranks. One that is late makes those behind it wait, and only on its own rank.
+2. Buckets have the same order on all ranks. A late bucket makes those behind it wait on its own rank alone.
 3. After the backward pass the other buckets are summed. This rank takes part in all of them, even if its pass failed:
    the other ranks wait for it, and all run the step again or restore it.
 

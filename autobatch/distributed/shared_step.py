@@ -78,9 +78,9 @@ class SharedStep:
             self._agreement.owe(error)
 
     def take_update(self, error: BaseException) -> int | None:
-        """Take the update that ran out of memory on this rank from one that made it; return that rank, if there is one.
+        """Copy the update from a rank that has made it; return the number of that rank, or ``None``.
 
-        It waits for the others' next call, but not for long: they may wait for it in a collective of the user's own.
+        This rank waits for the others' next call, but not for long: they may wait for it in a collective of the user's.
         """
         self.is_agreed = False  # the other ranks will know of the error in any case
         wait = timedelta(seconds=max(_SHORTEST_WAIT, 10 * self._ranks.own_time.read()))
