@@ -6,6 +6,7 @@ import torch.distributed as dist
 from builders.overlapping import BEGUN, STEPS, Mixed, Narrow, Net, Reentrant, Tied, Training, attempt
 from builders.ranks import run_ranks, values_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from workloads import differences, full_batch_gradient, gradients_of, mean_step, relative_error
 
 import autobatch
@@ -107,6 +108,18 @@ def test_accumulated_gradients_are_summed_in_the_pass_unless_there_were_earlier_
         assert error < 1e-12
 
 
+class TwiceInLast(Net):
+    """The gradients of the first bucket are written again when all later buckets have been summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(6, 6).double()
+
+    def forward(self, inputs):
+        inputs = checkpoint(self.last, inputs.clone().requires_grad_(), use_reentrant=True)
+        return checkpoint(self.last, self.body(inputs).tanh(), use_reentrant=True)[:, :4]
+
+
 class Late(Net):
     """It makes a parameter in a forward pass, once."""
 
@@ -121,7 +134,8 @@ class Late(Net):
 
 def vary(kind):
     """Outcome of steps whose gradients are others than in the steps before, and what differs from sums afterwards."""
-    make_model = {"written twice": Reentrant, "a parameter made in forward": Late}.get(kind, Net)
+    models = {"written twice": Reentrant, "first bucket twice": TwiceInLast, "a parameter made in forward": Late}
+    make_model = models.get(kind, Net)
     found = []
     pair = [Training(make_model), Training(make_model, overlaps=False)]
     for training in pair:
@@ -158,6 +172,7 @@ VARIES = {
     "earlier gradients": False,
     "no samples on one rank": False,
     "written twice": True,
+    "first bucket twice": True,
 }
 
 
