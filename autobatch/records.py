@@ -32,8 +32,11 @@ Phase = Literal["forward", "loss", "backward", "gradients", "optimizer state", "
 # Ways in which a step may already save memory.
 Saving = Literal["activation checkpointing", "autocast", "16-bit parameters"]
 
+# Ways to run a block in less memory: recompute all of it in the backward pass, or what is cheap to compute.
+Way = Literal["checkpoint", "selective"]
+
 # Ways to make a step fit whose smallest micro-batch does not.
-Strategy = Literal["checkpoint", "chunk_loss"]
+Strategy = Literal["checkpoint", "selective", "chunk_loss"]
 
 # How often gradients of sharded parameters are summed over the ranks, from the least memory to the fewest collectives.
 Summing = Literal["in each micro-batch", "once a step", "once a step, parameters stay gathered"]
@@ -143,6 +146,7 @@ class Trial(Record):
         length: Length to which ``fit`` trimmed the samples, with ``by_length``.
         checkpointed: Number of blocks that were recomputed in the backward pass, with ``strategies``.
         chunked: Whether the loss was computed in chunks, with ``strategies``.
+        selective: Number of those that kept their matrix products and attention.
     """
 
     micro_batch_size: Samples
@@ -161,6 +165,7 @@ class Trial(Record):
     length: Samples | None = None
     checkpointed: Count = 0
     chunked: Flag = False
+    selective: Count = 0
 
     @property
     def pass_seconds(self) -> float:
@@ -213,6 +218,7 @@ class Checkpointing(Record):
         saved_time: Time that a step saves by its larger micro-batches, as a part of the plain one, by trials; 0 if none
             fits without recomputation.
         left_out: Blocks that cannot be recomputed, with the reasons.
+        selective: Those of ``blocks`` that keep the results of matrix products and attention, and recompute the rest.
     """
 
     blocks: Annotated[tuple[Text, ...], LISTED, Field(min_length=1)]
@@ -224,10 +230,18 @@ class Checkpointing(Record):
     plain_size: Count = 0
     saved_time: Ratio = 0.0
     left_out: Annotated[tuple[LeftOut, ...], LISTED] = ()
+    selective: Annotated[tuple[Text, ...], LISTED] = ()
+
+    @property
+    def ways(self) -> dict[str, Way]:
+        """Way of each block."""
+        return {block: "selective" if block in self.selective else "checkpoint" for block in self.blocks}
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Checkpointing:
         refuse_nested(self.blocks)
+        if unknown := [block for block in self.selective if block not in self.blocks]:
+            raise ValueError(f"block {unknown[0]} is in selective, and not in blocks")
         return self
 
     def __str__(self) -> str:
@@ -239,6 +253,8 @@ class Checkpointing(Record):
         if before.split()[1] == after.split()[1]:
             before = before.split()[0]
         blocks = f"checkpointing {len(self.blocks)} of {plural(self.candidates, 'block')}"
+        if self.selective:
+            blocks += f", {len(self.selective)} of them selectively"
         time = f"+{100 * self.slowdown:.0f} % time in micro-batches of {self.micro_batch_size}"
         if self.plain_size:
             sizes = f"micro-batches of {self.micro_batch_size}, {self.plain_size} without"

@@ -2,6 +2,8 @@
 
     PYTHONPATH=. python benchmarks/blocks.py
 
+A second table is of wide blocks, which may keep their matrix products: all ways beside whole blocks only.
+
 Budgets are parts of what one sample needs plainly. Times are of one forward and backward pass without a budget, in
 turn, the shortest of several, on one thread. PyTorch's own ways run in processes of their own: Auto-SAC's estimator,
 which may end its process, and ``activation_memory_budget`` with ``torch.compile``, at the same parts.
@@ -28,10 +30,13 @@ from torch.nn import functional as F
 import autobatch
 from autobatch.step.workload import Workload
 from autobatch.strategies.checkpointing import recompute
+from autobatch.strategies.choice import whole
 
-__all__ = ["measure"]
+__all__ = ["measure", "measure_ways"]
 
 _BUDGETS = (0.9, 0.7, 0.5, 0.35)
+_WIDE_BUDGETS = (0.9, 0.8, 0.7, 0.6)  # parameters and their gradients are 0.4
+_WAYS = "checkpoint", "selective"
 _REPEATS = 4
 _OFF = 0.1  # parts of the plain time
 _WORDS = 500
@@ -139,9 +144,9 @@ def measure(blocks: int = 24, width: int = 64, length: int = 128) -> Table:
         need = _plan(model, texts, budget="64GiB").peak_bytes
         plans = {part: _fit(model, texts, int(part * need)) for part in _BUDGETS}
         workload, every = Workload(model, _step), [f"blocks.{number}" for number in range(blocks)]
-        chosen = {str(part): plan.checkpointing.blocks for part, plan in plans.items() if plan is not None}
+        chosen = {str(part): plan.checkpointing.ways for part, plan in plans.items() if plan is not None}
         ways = {"plain": _step, **{name: recompute(workload, taken).step for name, taken in chosen.items()}}
-        ways["every block"] = recompute(workload, every).step
+        ways["every block"] = recompute(workload, whole(every)).step
         seconds = _time(ways, model, texts[:1])
     own = {part: _run_alone("compile_with_budget", blocks, width, length, part)[0] for part in _BUDGETS}
     _, ending = _run_alone("estimate_with_auto_sac", blocks, width, length)
@@ -181,13 +186,46 @@ def measure(blocks: int = 24, width: int = 64, length: int = 128) -> Table:
     )
 
 
-def _fit(model: nn.Module, texts: torch.Tensor, budget: int) -> autobatch.Plan | None:
+def measure_ways(blocks: int = 6, width: int = 512, length: int = 512) -> Table:
+    """Compare whole blocks alone with all ways at each budget, in one run."""
+    torch.manual_seed(0)
+    model, texts = _Texts(blocks, width), torch.randint(_WORDS, (2, length))
+    with undisturbed():
+        need = _plan(model, texts, budget="64GiB").peak_bytes
+        cases = {(part, allowed): int(part * need) for part in _WIDE_BUDGETS for allowed in (_WAYS[:1], _WAYS)}
+        plans = {case: _fit(model, texts, budget, case[1]) for case, budget in cases.items()}
+        workload = Workload(model, _step)
+        ways = {str(case): recompute(workload, one.checkpointing.ways).step for case, one in plans.items() if one}
+        seconds = _time({"plain": _step, **ways}, model, texts[:1])
+    rows = []
+    for part in _WIDE_BUDGETS:
+        row = [f"{part}"]
+        for allowed in (_WAYS[:1], _WAYS):
+            plan, slower = plans[part, allowed], seconds.get(str((part, allowed)), 0.0) / seconds["plain"]
+            if plan is None:
+                row += ["none fits", "", ""]
+                continue
+            selective = len(plan.checkpointing.selective)
+            counts = f"{len(plan.checkpointing.blocks) - selective}" + (f" + {selective}" if selective else "")
+            row += [counts, f"{plan.peak_bytes / need:.2f}", f"{slower:.2f}"]
+        rows.append(tuple(row))
+    return Table(
+        "Blocks that are recomputed selectively",
+        f"A transformer of {blocks} blocks of width {width} with dropout; a text of {length} words needs "
+        f"{need / 2**20:.0f} MiB plainly. The first columns recompute whole blocks only; in the last ones a second "
+        f"number is of blocks that keep their matrix products. {describe_machine()}.",
+        ("budget", f"blocks of {blocks}", "peak", "time", "all ways", "peak", "time"),
+        rows,
+    )
+
+
+def _fit(model: nn.Module, texts: torch.Tensor, budget: int, allowed: tuple[str, ...] = _WAYS) -> autobatch.Plan | None:
     try:
-        return _plan(model, texts, budget=budget, strategies=["checkpoint"])
+        return _plan(model, texts, budget=budget, strategies=allowed)
     except autobatch.DoesNotFit:
         return None
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(measure())
+    print(measure(), measure_ways(), sep="\n\n")

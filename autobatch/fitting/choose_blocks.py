@@ -1,8 +1,9 @@
 """Chooses the blocks to recompute where the smallest micro-batch does not fit.
 
-1. One pass measures what each block keeps and costs, and which blocks cannot be recomputed.
-2. A trial with all others recomputed says whether any choice can fit. It also says what the rest of the step takes.
-3. Choices whose predicted peak may fit are tried, those with the least recomputation first, until one fits.
+1. One pass measures what each block keeps and costs in each way, and which blocks cannot be recomputed.
+2. A trial with all others recomputed, each in the way that holds least, says whether any choice can fit. It also
+   says what the rest of the step takes.
+3. Choices whose predicted peak may fit are tried, the cheapest first, until one fits.
 """
 
 from __future__ import annotations
@@ -23,13 +24,10 @@ from autobatch.records import Checkpointing, LeftOut, Strategy, Trial
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload
 from autobatch.strategies.blocks import BlockMeasurement, find_blocks, measure_blocks
-from autobatch.strategies.choice import TOO_LOW, again_seconds, choices, useful_blocks
+from autobatch.strategies.choice import TOO_LOW, again_seconds, choices, useful_ways
 
-_PATIENCE = 10
-"""Failed trials after which only choices with more room are tried; the best of 256 was found after at most 10."""
-
-_LESS = 0.98
-"""Part of the room that is left after each further one: 2 %, of the up to 3.5 % by which predictions are off."""
+_LESS = 0.995
+"""Part of a failed trial's predicted peak that the next choice may be predicted to hold."""
 
 _REASONS_SHOWN = 2
 
@@ -76,7 +74,7 @@ def choose_blocks(request: Request, trials: Trials, size: int) -> None:
         raise DoesNotFit(f"{plain}; strategies= does not help: {reason}") from error
     if isinstance(measured, str):
         raise DoesNotFit(f"{plain}; strategies= does not help: {measured}")
-    useful = trials.recomputable
+    useful = {block: ways[0] for block, ways in useful_ways(measured.runs, request.ways).items()}
     if not useful:
         raise DoesNotFit(f"{plain}; strategies= does not help: no block keeps less{_explain(measured.left_out)}")
     trials.recompute(useful)
@@ -90,8 +88,8 @@ def choose_blocks(request: Request, trials: Trials, size: int) -> None:
         trials,
         measured,
         trial,
-        plain_bytes=rest + measured.peak(()),
-        plain_seconds=trial.pass_seconds - again_seconds(measured.runs, trials.blocks),
+        plain_bytes=rest + measured.peak({}),
+        plain_seconds=trial.pass_seconds - again_seconds(measured.runs, trials.ways),
     )
 
 
@@ -102,28 +100,27 @@ def measure(request: Request, trials: Trials, blocks: Sequence[str], size: int) 
 
     def run(samples: Any) -> None:  # the second run counts: the first one may import modules, which draw numbers
         left_out.clear()
-        found.append(measure_blocks(trials.workload, request.memory, blocks, samples, left_out))
+        found.append(measure_blocks(trials.workload, request.memory, blocks, samples, left_out, allowed=request.ways))
 
     if (shortage := trials.probe.examine(run, size)) is not None:
         return f"a single block or the rest does not fit ({shortage}){_explain(left_out)}"
-    trials.recomputable = tuple(useful_blocks(found[-1].runs))
+    trials.recomputable = tuple(useful_ways(found[-1].runs, [one for one in request.ways if one == "checkpoint"]))
     return found[-1]
 
 
 def _try_choices(request: Request, trials: Trials, measured: BlockMeasurement, most: Trial) -> Trial:
     """Try choices until one fits, and return its trial; all useful blocks together have fit in the trial ``most``."""
-    useful, failed = trials.blocks, 0
+    useful = trials.ways
     rest, room = held_bytes(most) - measured.peak(useful), TOO_LOW * request.allowance.limit_bytes
-    for chosen in choices(measured.runs):
-        if rest + measured.peak(chosen) > room or chosen == useful:
+    for chosen in choices(measured.runs, request.ways):
+        predicted = rest + measured.peak(chosen)
+        if predicted > room or chosen == useful:
             continue
         trials.recompute(chosen)
         trial = trials.run(most.micro_batch_size)
         if trial.outcome == "fits":
             return trial
-        failed += 1
-        if failed > _PATIENCE:
-            room *= _LESS
+        room = _LESS * predicted
     trials.recompute(useful)
     return most
 
@@ -142,7 +139,8 @@ def describe(
     """
     plain_seconds = max(plain_seconds, trial.pass_seconds / 2, SHORTEST)
     return Checkpointing(
-        blocks=trials.blocks,
+        blocks=tuple(trials.ways),
+        selective=tuple(block for block, way in trials.ways.items() if way == "selective"),
         candidates=measured.candidates,
         micro_batch_size=trial.micro_batch_size,
         plain_bytes=plain_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from autobatch.errors import DoesNotFit
 from autobatch.fitting.choose_blocks import describe, held_bytes, measure
@@ -15,6 +16,7 @@ from autobatch.planning.division import balance
 from autobatch.records import Trial
 from autobatch.step.whole_batch import WholeBatch
 from autobatch.strategies.blocks import find_blocks
+from autobatch.strategies.choice import Ways
 from autobatch.strategies.faster import MARGIN, FasterChoice, faster_choices, read_costs, saved_time
 
 _log = logging.getLogger("autobatch")
@@ -42,7 +44,7 @@ def choose_faster(request: Request, trials: Trials, size: int, larger: Sequence[
         return _compare(request, trials, size, larger=larger, least=least, blocks=blocks)
     except Exception as error:  # noqa: BLE001 - the plain step has run at this size
         _log.info("no blocks are recomputed, since that raised an error: %s", describe_error(error))
-    trials.recompute(())
+    trials.recompute({})
     request.memory.reclaim()
     return size
 
@@ -55,10 +57,11 @@ def _compare(
     if isinstance(measured, str) or not is_comparable or request.wanted.objective == "memory":
         return size
     samples, plain = request.wanted.target_batch, trials.fastest(size)
-    rest = max(held_bytes(plain) - measured.peak(()) * size // least, plain.resident_bytes)
+    rest = max(held_bytes(plain) - measured.peak({}) * size // least, plain.resident_bytes)
     costs = read_costs(trials.done, size)
     found = faster_choices(
         measured.runs,
+        request.ways,
         costs,
         head_bytes=measured.head_bytes,
         room=request.allowance.limit_bytes - rest,
@@ -67,27 +70,27 @@ def _compare(
         samples=samples,
         seconds=samples / size * plain.pass_seconds,
     )
-    saved = dict[FasterChoice, float]()
+    saved = list[tuple[float, FasterChoice]]()
     for choice in found[:_MOST_TRIED]:
-        trials.recompute(choice.blocks)
+        trials.recompute(choice.ways)
         if (trial := trials.run(choice.size)).outcome == "fits":
-            saved[choice] = saved_time(plain, trial, samples)
-    trials.recompute(())
-    best = max(saved, key=lambda choice: saved[choice], default=None)
-    if best is None or saved[best] < MARGIN:
+            saved.append((saved_time(plain, trial, samples), choice))
+    trials.recompute({})
+    most, best = max(saved, key=itemgetter(0), default=(0.0, None))
+    if best is None or most < MARGIN:
         return size
     for _ in range(_REPEATS):
-        plain = _run_again(trials, (), size)
-        trial = _run_again(trials, best.blocks, best.size)
+        plain = _run_again(trials, {}, size)
+        trial = _run_again(trials, best.ways, best.size)
         has_fit = all(one.outcome == "fits" for one in trials.done if one.micro_batch_size == best.size)
         if not has_fit or (saving := saved_time(plain, trial, samples)) < MARGIN:
-            trials.recompute(())
+            trials.recompute({})
             return size
     trials.checkpointing = describe(
         trials,
         measured,
         trial,
-        plain_bytes=rest + measured.peak(()) * best.size // least,
+        plain_bytes=rest + measured.peak({}) * best.size // least,
         plain_seconds=costs.predict(best.size),
         plain_size=size,
         saved_time=saving,
@@ -107,7 +110,7 @@ def choose_again(trials: Trials, found: Found) -> Found:
     assert chosen is not None  # noqa: S101 - narrows for mypy
     before, size = (max(balance(samples, one, min(found.smallest, samples))) for one in (chosen.plain_size, found.size))
     trial = trials.run(size)
-    trials.recompute(())
+    trials.recompute({})
     if (plain := trials.run(before)).outcome != "fits":
         raise DoesNotFit(trials.explain())
     recomputed, others = (*found.trials, trial), (*found.earlier_trials, plain)
@@ -123,8 +126,8 @@ def choose_again(trials: Trials, found: Found) -> Found:
     return replace(found, size=size, checkpointing=chosen, trials=recomputed, earlier_trials=others)
 
 
-def _run_again(trials: Trials, blocks: Sequence[str], size: int) -> Trial:
+def _run_again(trials: Trials, ways: Ways, size: int) -> Trial:
     """Try a size with these blocks recomputed, and return its fastest trial so far."""
-    trials.recompute(blocks)
+    trials.recompute(ways)
     trials.run(size)
     return trials.fastest(size)

@@ -44,6 +44,7 @@ from autobatch.step.loop_guard import refuse_sample_gradients
 from autobatch.step.model_info import warn_of_batch_norms
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.strategies.checkpointing import recompute
+from autobatch.strategies.choice import whole
 from autobatch.strategies.chunked_loss import chunked
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.undo.training_state import TrainingState
@@ -138,11 +139,12 @@ def fit(
         strategies: Changes of the step that may be made so that it fits or is faster: ``"auto"``, or a list.
             ``"chunk_loss"`` computes a cross entropy in chunks of its classes where one sample does not fit;
             ``plan.chunked_loss`` names the layer.
-            ``"checkpoint"`` recomputes blocks of the model in the backward pass, with the same gradient. If the
-            smallest micro-batch does not fit, the cheapest choice of blocks whose trial fits is taken. If it does,
+            ``"checkpoint"`` recomputes blocks of the model in the backward pass, with the same gradient.
+            ``"selective"`` keeps their matrix products and attention, and recomputes the rest. If the smallest
+            micro-batch does not fit, the cheapest choice of blocks and ways whose trial fits is taken. If it does,
             ``objective="throughput"`` recomputes blocks for larger micro-batches only where trials show that a step
             takes 5 % less time. ``plan.checkpointing`` names the blocks. ``Runner`` recomputes them, and all of
-            ``plan.recomputable`` where one sample does not fit any more.
+            ``plan.recomputable``, whole, where one sample does not fit any more.
 
     Returns:
         The plan. Its size has run.
@@ -275,7 +277,7 @@ def _compare(request: Request, found: Found) -> Verdict:
     request.announce("comparing the gradients of the whole and of its parts")
     is_far = found.curve is not None and _FAR * found.curve.peak_reserved(planned.most) < limit
     # With all blocks recomputed that can be: the check holds more than a step, and the gradient is the same.
-    workload = recompute(chunked(request.workload, found.chunked_loss), found.recomputable)
+    workload = recompute(chunked(request.workload, found.chunked_loss), whole(found.recomputable))
     with nullcontext() if is_far else memory.limit(limit):
         return check_split(
             workload,

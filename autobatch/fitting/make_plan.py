@@ -35,6 +35,7 @@ from autobatch.records import (
     Summing,
     Trial,
     Verdict,
+    Way,
 )
 from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Workload, warn_of_no_optimizer
@@ -60,6 +61,11 @@ class Request:
     ledger: Ledger  # plans that may be confirmed
     budget_passed: bool
     strategies: tuple[Strategy, ...]  # that may be applied where the smallest micro-batch does not fit
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Ways in which blocks may run, among the strategies."""
+        return tuple(one for one in self.strategies if one != "chunk_loss")
 
     @property
     def whose(self) -> dict[str, int]:

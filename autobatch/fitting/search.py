@@ -177,7 +177,7 @@ def _find_size(request: Request, trials: Trials, smallest: int) -> int:
     sizes = find_candidates(request, smallest)
     size = _search_size(request, trials, smallest, sizes)
     allowed, least = request.strategies, min(smallest, sizes[0])
-    recomputes = "checkpoint" in allowed and trials.checkpointing is None
+    recomputes = bool(request.ways) and trials.checkpointing is None
     if size is not None and recomputes:
         return choose_faster(request, trials, size, [one for one in sizes if one > size], least)
     if size is None and "chunk_loss" in allowed and trials.chunked_loss is None:

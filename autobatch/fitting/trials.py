@@ -12,10 +12,11 @@ from autobatch.events import TrialFinished, emit
 from autobatch.fitting.make_plan import ExampleBatch, Request
 from autobatch.fitting.probe import Probe
 from autobatch.planning.division import least_size, useful_sizes
-from autobatch.records import IN_EACH, Checkpointing, ChunkedLoss, Summing, Trial
+from autobatch.records import IN_EACH, Checkpointing, ChunkedLoss, Summing, Trial, Way
 from autobatch.report.advice import explain_refusal
 from autobatch.step.model_info import explain_smallest, refuses_one_sample
 from autobatch.strategies.checkpointing import recompute
+from autobatch.strategies.choice import Ways
 from autobatch.strategies.chunked_loss import chunked
 
 
@@ -23,8 +24,8 @@ class Trials:
     """Runs the trials of one search."""
 
     def __init__(self, request: Request, batch: ExampleBatch, whole: Layout) -> None:
-        self.blocks: tuple[str, ...] = ()  # that are recomputed now
-        self._by_blocks: dict[tuple[str, ...], list[Trial]] = {(): []}
+        self.ways: Ways = {}  # of the blocks that are recomputed now
+        self._by_ways: dict[tuple[tuple[str, Way], ...], list[Trial]] = {(): []}
         self._of_other_loss: list[Trial] = []
         self.chunked_loss: ChunkedLoss | None = None
         self.workload = request.workload  # with its loss in chunks, if so
@@ -46,12 +47,13 @@ class Trials:
     @property
     def done(self) -> list[Trial]:
         """Trials with the blocks recomputed that are recomputed now; of the longest samples if lengths differ."""
-        return self._by_blocks[self.blocks]
+        return self._by_ways[tuple(self.ways.items())]
 
     @property
     def earlier(self) -> list[Trial]:
-        """Trials with other blocks recomputed, or another loss."""
-        others = [trials for blocks, trials in self._by_blocks.items() if blocks != self.blocks]
+        """Trials with other blocks recomputed, in other ways, or with another loss."""
+        now = tuple(self.ways.items())
+        others = [trials for ways, trials in self._by_ways.items() if ways != now]
         return [*self._of_other_loss, *(trial for trials in others for trial in trials)]
 
     def run(self, size: int) -> Trial:
@@ -73,23 +75,23 @@ class Trials:
     def chunk(self, found: ChunkedLoss | None) -> None:
         """Compute the loss in chunks in the trials from now on, or not; recompute no blocks."""
         if found != self.chunked_loss:
-            self._of_other_loss += [trial for trials in self._by_blocks.values() for trial in trials]
-            self._by_blocks, self.chunked_loss = {}, found
+            self._of_other_loss += [trial for trials in self._by_ways.values() for trial in trials]
+            self._by_ways, self.chunked_loss = {}, found
             self.workload = chunked(self._request.workload, found)
-        self.recompute(())
+        self.recompute({})
 
-    def recompute(self, blocks: Sequence[str]) -> None:
-        """Recompute these blocks in the trials from now on; ``done`` has those that did before."""
-        self.blocks = tuple(blocks)
-        self._by_blocks.setdefault(self.blocks, [])
-        self.probe.workload = recompute(self.workload, blocks) if blocks else self.workload
+    def recompute(self, ways: Ways) -> None:
+        """Recompute blocks in these ways in the trials from now on; ``done`` has those that did before."""
+        self.ways = dict(ways)
+        self._by_ways.setdefault(tuple(ways.items()), [])
+        self.probe.workload = recompute(self.workload, ways) if ways else self.workload
 
     def apply(
         self, found: Checkpointing | None, recomputable: Sequence[str], chunked_loss: ChunkedLoss | None = None
     ) -> None:
         """Use the strategies of an earlier plan, or none; the plan knows these blocks that can be recomputed."""
         self.chunk(chunked_loss)
-        self.recompute(() if found is None else found.blocks)
+        self.recompute({} if found is None else found.ways)
         self.checkpointing, self.recomputable = found, tuple(recomputable)
 
     def fastest(self, size: int) -> Trial:
@@ -115,9 +117,12 @@ class Trials:
         return f"{refused}; the loss cannot be computed in chunks: {self.not_chunked}" if self.not_chunked else refused
 
     def _note(self, trial: Trial, length: int | None, trials: list[Trial]) -> Trial:
-        trial = trial.model_copy(
-            update={"length": length, "checkpointed": len(self.blocks), "chunked": bool(self.chunked_loss)}
-        )
+        strategies = {
+            "checkpointed": len(self.ways),
+            "selective": [*self.ways.values()].count("selective"),
+            "chunked": self.chunked_loss is not None,
+        }
+        trial = trial.model_copy(update={"length": length, **strategies})
         trials.append(trial)
         limit_bytes = self._request.allowance.limit_bytes
         emit(TrialFinished(trial=trial, limit_bytes=limit_bytes, **self._request.whose), self._request.hooks)

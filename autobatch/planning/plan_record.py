@@ -119,8 +119,8 @@ class PlanRecord(Record):
         savings: Ways in which the step saves memory already, as far as its first run showed.
         checkpointing: Blocks that are recomputed in the backward pass, so that a micro-batch fits or a step is faster;
             ``None`` without.
-        recomputable: Blocks that a Runner may recompute where one sample does not fit any more, with the same gradient;
-            empty without ``strategies=``.
+        recomputable: Blocks that a Runner may recompute whole where one sample does not fit any more, with the same
+            gradient; empty without ``"checkpoint"`` in ``strategies=``.
         chunked_loss: Loss that is computed in chunks of its classes, so that a micro-batch fits; ``None`` without.
         identity: Traits of the model and the optimizer, so that a runner can warn of others; ``None`` if unknown.
     """
@@ -202,11 +202,12 @@ class PlanRecord(Record):
         Attempts in which other blocks were recomputed, or with another loss, are left out.
         """
         longest = self.lengths[-1].length if self.lengths else None
-        strategies = len(self.checkpointing.blocks) if self.checkpointing else 0, self.chunked_loss is not None
+        found, is_chunked = self.checkpointing, self.chunked_loss is not None
+        chosen = (len(found.blocks), len(found.selective), is_chunked) if found else (0, 0, is_chunked)
         return tuple(
             trial
             for trial in self.trials
-            if trial.length in (None, longest) and (trial.checkpointed, trial.chunked) == strategies
+            if trial.length in (None, longest) and (trial.checkpointed, trial.selective, trial.chunked) == chosen
         )
 
     @property

@@ -107,7 +107,9 @@ def _facts_table(plan: PlanRecord) -> Table:
 
 def _explain_checkpointing(found: Checkpointing) -> Iterator[str]:
     yield f"{found}; both peaks are of {plural(found.micro_batch_size, 'sample')}, the first one is predicted"
-    yield f"Recomputed: {', '.join(found.blocks)}"
+    for way, title in (("checkpoint", "Recomputed"), ("selective", "Recomputed selectively")):
+        if blocks := [block for block, own in found.ways.items() if own == way]:
+            yield f"{title}: {', '.join(blocks)}"
     for one in found.left_out:
         yield f"Left out: {one.block}: {one.reason}"
 

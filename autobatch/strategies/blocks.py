@@ -1,10 +1,11 @@
 """Finds the blocks of a model that may be recomputed, and measures each in one forward pass of a step.
 
 1. Blocks are the entries of ModuleLists and Sequentials that consist of several modules.
-2. While the step runs, each block runs twice from the same inputs and generators: plainly, and recomputed
-   (``both_ways.py``). This needs no more memory than one block, so it works where the whole step does not fit.
-3. The plain run says what the block keeps and computes, the other one what recomputing it takes at once.
-4. A block whose two runs differ, in a gradient or in what the model holds, is left out, with the reason.
+2. While the step runs, each block runs plainly and in each other way, from the same inputs and generators
+   (``each_way.py``). This needs no more memory than one block, so it works where the whole step does not fit.
+3. The plain run says what the block keeps and computes, the others what recomputing it takes, and what each keeps.
+4. A way whose run differs, in a gradient or in what the model holds, is left out; so is a block that has none left,
+   with the reason.
 
 The step's own graph is cut at each block, so that its backward pass runs the part after the last block alone.
 """
@@ -23,10 +24,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from autobatch._formatting import name_type
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
+from autobatch.records import Way
 from autobatch.step.workload import Workload, read_output
-from autobatch.strategies.both_ways import BothWays, Call, run_both_ways
 from autobatch.strategies.checkpointing import Forward, find_modules, replaced_forward
-from autobatch.strategies.choice import BlockRun, predict_peak
+from autobatch.strategies.choice import BlockRun, Ways, even_out, predict_peak
+from autobatch.strategies.each_way import Call, EachWay, run_each_way
 from autobatch.torch_internals.storages import bytes_of
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -72,21 +74,29 @@ class BlockMeasurement:
     head_bytes: int
     left_out: Mapping[str, str]
 
-    def peak(self, chosen: Collection[str]) -> int:
-        """Predict what the activations hold at most if these blocks are recomputed."""
+    def peak(self, chosen: Ways) -> int:
+        """Predict what the activations hold at most if these blocks run in these ways."""
         return predict_peak(self.runs, chosen, self.head_bytes)
 
 
 def measure_blocks(
-    workload: Workload, device: Device, blocks: Sequence[str], samples: Any, left_out: dict[str, str]
+    workload: Workload,
+    device: Device,
+    blocks: Sequence[str],
+    samples: Any,
+    left_out: dict[str, str],
+    *,
+    allowed: Collection[Way],
 ) -> BlockMeasurement:
-    """Run the step once on these samples; what it changes is the caller's to restore.
+    """Run the step once on these samples, its blocks in the allowed ways too.
+
+    What it changes is the caller's to restore.
 
     Adds the blocks that cannot be recomputed to ``left_out``, with the reason, even if the step runs out of memory.
     """
     modules = find_modules(workload.model, blocks)
     names = {id(module): name for name, module in modules.items()}
-    measuring = _Pass(workload.model, device, left_out)
+    measuring = _Pass(workload.model, device, left_out, allowed)
 
     def around(block: nn.Module, forward: Forward) -> Forward:
         return lambda *args, **kwargs: measuring.run_block(names[id(block)], block, forward, args, kwargs)
@@ -103,8 +113,8 @@ def measure_blocks(
 class _Pass:
     """The forward pass that is measured: which blocks have run, and which tensors they keep."""
 
-    def __init__(self, model: nn.Module, device: Device, left_out: dict[str, str]) -> None:
-        self._model, self._device, self._held = model, device, 0
+    def __init__(self, model: nn.Module, device: Device, left_out: dict[str, str], allowed: Collection[Way]) -> None:
+        self._model, self._device, self._held, self._allowed = model, device, 0, allowed
         self._runs: list[BlockRun] = []
         self._left_out = left_out
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
@@ -117,7 +127,7 @@ class _Pass:
         self._device.synchronize()
         head_bytes = max(self._device.usage().peak_allocated - self._held, 0)
         runs = [run for run in self._runs if run.block not in self._left_out]
-        return BlockMeasurement(candidates, runs, head_bytes, self._left_out)
+        return BlockMeasurement(candidates, even_out(runs), head_bytes, self._left_out)
 
     def run_block(
         self, name: str, block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,7 +137,7 @@ class _Pass:
             self._left_out.setdefault(name, f"it is called with {name_type(call.opaque[0])}, which it may change")
         if name in self._left_out or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        ran = self._try_both_ways(block, forward, call)
+        ran = self._try_each_way(block, forward, call)
         if isinstance(ran, str):
             self._left_out[name] = ran
             return forward(*args, **kwargs)
@@ -145,18 +155,18 @@ class _Pass:
         self.begin_rest()
         return tree_unflatten(flat, nest)
 
-    def _try_both_ways(self, block: nn.Module, forward: Forward, call: Call) -> BothWays | str:
-        """Run a block both ways; return the reason why that cannot be done, if so."""
+    def _try_each_way(self, block: nn.Module, forward: Forward, call: Call) -> EachWay | str:
+        """Run a block in each way; return the reason why that cannot be done, if so."""
         reason = ""
         try:
-            ran = run_both_ways(self._model, self._device, block, forward, call)
+            ran = run_each_way(self._model, self._device, block, forward, call, allowed=self._allowed)
         except Exception as error:
             if is_oom(error):
                 raise
             reason = describe_error(error)
         return "it writes into a list or dict that it is called with" if call.has_changed_containers else reason or ran
 
-    def _note_run(self, name: str, block: nn.Module, call: Call, ran: BothWays) -> None:
+    def _note_run(self, name: str, block: nn.Module, call: Call, ran: EachWay) -> None:
         fed = [self._find(one) for one in call.tensors]
         self._runs.append(
             BlockRun(
@@ -168,7 +178,7 @@ class _Pass:
                 fed_by=next(filter(None, fed), ""),
                 again_bytes=ran.again_bytes,
                 flops=ran.flops,
-                seconds=ran.seconds,
+                ways=ran.ways,
             )
         )
 

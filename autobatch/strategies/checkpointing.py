@@ -1,4 +1,4 @@
-"""Recomputes chosen blocks of a model in the backward pass instead of keeping their activations.
+"""Recomputes chosen blocks of a model in the backward pass, whole or in part, instead of keeping their activations.
 
 ``torch.utils.checkpoint`` stands around the forward pass of each block only while the step runs: between steps, and in
 copies of the model, nothing has changed. The backward pass needs no more, since torch keeps what it calls again.
@@ -8,22 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from autobatch._formatting import plural
 from autobatch._user_errors import contextmanager
 from autobatch.errors import InvalidArgument
-from autobatch.records import Checkpointing
+from autobatch.records import Checkpointing, Way
 from autobatch.step.model_info import is_compiled
 from autobatch.step.whole_batch import WholeBatch
 from autobatch.step.workload import Workload
+from autobatch.strategies.choice import Ways, whole
 
 Forward = Callable[..., Any]
+
+_COSTLY = "aten::mm", "aten::addmm", "aten::convolution", "aten::_scaled_dot_product"
+"""Operators whose results a selective way keeps. Not ``bmm``: the scores of an attention in parts are quadratic."""
 
 
 def checkpointed(workload: Workload, chosen: Checkpointing | None, recomputable: Sequence[str] = ()) -> Workload:
@@ -40,22 +44,22 @@ def checkpointed(workload: Workload, chosen: Checkpointing | None, recomputable:
         )
     known = {name for name, _ in workload.model.named_modules()}
     reserve = recomputable if can_switch and known.issuperset(recomputable) else ()
-    blocks = () if chosen is None else chosen.blocks
-    return recompute(workload, blocks, reserve) if blocks or reserve else workload
+    ways = {} if chosen is None else chosen.ways
+    return recompute(workload, ways, reserve) if ways or reserve else workload
 
 
-def recompute(workload: Workload, blocks: Sequence[str], reserve: Sequence[str] = ()) -> Workload:
-    """Return the workload whose step recomputes the modules of these names in its backward pass."""
-    own = find_modules(workload.model, blocks), find_modules(workload.model, reserve)
+def recompute(workload: Workload, ways: Ways, reserve: Sequence[str] = ()) -> Workload:
+    """Return the workload whose step runs the modules of these names in these ways."""
+    own = find_modules(workload.model, [*ways]), ways, find_modules(workload.model, reserve)
     step = workload.step
     if isinstance(step, WholeBatch):
-        whole: Any = replace(step, represent=CheckpointedStep(step.represent, *own))
-        return workload.around(whole, weigh=workload.weigh)
+        two_passes: Any = replace(step, represent=CheckpointedStep(step.represent, *own))
+        return workload.around(two_passes, weigh=workload.weigh)
     return workload.around(CheckpointedStep(step, *own), weigh=workload.weigh)
 
 
 def recompute_more(workload: Workload) -> int:
-    """Let the step recompute the blocks in reserve too; return the number of blocks that it did not recompute yet."""
+    """Let the step recompute the blocks in reserve; return the number of blocks that it did not recompute whole yet."""
     step = _find_step(workload)
     return 0 if step is None or is_compiled(workload.model) else step.recompute_more(workload.model)
 
@@ -89,19 +93,25 @@ class CheckpointedStep:
     Attributes:
         step: The step itself.
         blocks: Modules that are recomputed, by name; none is inside another.
+        ways: Way of each.
         reserve: Modules that are recomputed too after ``recompute_more``.
     """
 
     step: Callable[[nn.Module, Any], Any]
     blocks: Mapping[str, nn.Module]
+    ways: Ways
     reserve: Mapping[str, nn.Module]
 
     def recompute_more(self, model: nn.Module) -> int:
-        """Recompute those in reserve that may still be; return the number of blocks that were not recomputed yet."""
-        before = len(self.blocks)
-        self.blocks = {**self.blocks, **{name: one for name, one in self.reserve.items() if _may_run(model, name, one)}}
+        """Recompute those in reserve that may be, whole; return the number of blocks that were not yet."""
+        more = {
+            name: one
+            for name, one in self.reserve.items()
+            if self.ways.get(name) != "checkpoint" and _may_run(model, name, one)
+        }
+        self.blocks, self.ways = {**self.blocks, **more}, {**self.ways, **whole(more)}
         vars(self).pop("_norms", None)
-        return len(self.blocks) - before
+        return len(more)
 
     @cached_property
     def _norms(self) -> list[_BatchNorm]:
@@ -124,7 +134,8 @@ class CheckpointedStep:
                     f"the plan recomputes {name}, which was replaced by another module since the Runner was made: "
                     f"run fit() again"
                 )
-        with replaced_forward([*self.blocks.values()], lambda _, forward: recomputing(forward)):
+        ways = {block: self.ways[name] for name, block in self.blocks.items()}
+        with replaced_forward([*ways], lambda block, forward: recomputing(forward, ways[block])):
             return self.step(model, samples)
 
 
@@ -160,11 +171,19 @@ def replaced_forward(blocks: Sequence[nn.Module], around: Callable[[nn.Module, F
                 vars(block)["forward"] = own
 
 
-def recomputing(forward: Forward) -> Forward:
-    """Return a forward pass that keeps its inputs alone, and is run again in the backward pass."""
+def recomputing(forward: Forward, way: Way) -> Forward:
+    """Return a forward pass that keeps its inputs, and costly results in a selective way; the rest runs again."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return forward(*args, **kwargs)
 
+    make_contexts = partial(create_selective_checkpoint_contexts, _keep) if way == "selective" else noop_context_fn
     # All inputs as arguments: torch saves the generators of the devices that it finds among these.
-    return lambda *args, **kwargs: checkpoint(run, args, kwargs, use_reentrant=False, preserve_rng_state=True)
+    return lambda *args, **kwargs: checkpoint(
+        run, args, kwargs, use_reentrant=False, preserve_rng_state=True, context_fn=make_contexts
+    )
+
+
+def _keep(_: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    is_costly = operator.name().startswith(_COSTLY)
+    return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,10 +1,10 @@
-"""Decides which blocks to recompute, without torch.
+"""Decides which blocks to recompute, and in which way, without torch.
 
 1. A measurement has the runs of all blocks in order (``BlockRun``), and what the rest of the step holds at most.
-2. ``predict_peak`` says what a choice of blocks would hold at once. It is the largest of the moments at which memory
+2. ``predict_peak`` says what a choice (``Ways``) would hold at once. It is the largest of the moments at which memory
    may peak: the backward pass of each block, and that of the part after the last one.
-3. ``choices`` yields all choices, those with the least recomputation first. Blocks that are alike count as one kind.
-   The earliest of a kind are recomputed, since the last block's recomputation falls on the peak itself.
+3. ``choices`` yields all choices, the cheapest first. Blocks that are alike count as one kind. The earliest of a kind
+   hold the least, since the last block's recomputation falls on the peak itself.
 
 A prediction is only a filter: the first choice whose trial fits is taken.
 
@@ -17,12 +17,12 @@ Invariants, asserted by the tests:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from itertools import product
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, combinations_with_replacement, product
 from statistics import median
 
-from autobatch._bounds import Bytes, Count, Seconds, Text
-from autobatch.records import Record
+from autobatch._bounds import SHORTEST, Bytes, Count, Seconds, Text
+from autobatch.records import Record, Way
 
 TOO_LOW = 1.035
 """How much a measured peak may be below its prediction: up to 3.3 % in all 256 choices of 8 blocks of four widths."""
@@ -32,6 +32,26 @@ _MOST_CHOICES = 20_000
 
 _WIDER = 1.3
 """Blocks whose costs and bytes differ by up to this factor, or a power of it, count as one kind if there are more."""
+
+Ways = Mapping[str, Way]
+"""Way of each chosen block; all others run plainly."""
+
+
+def whole(blocks: Iterable[str]) -> dict[str, Way]:
+    """Return the choice in which these blocks are recomputed whole."""
+    return dict.fromkeys(blocks, "checkpoint")
+
+
+class WayRun(Record):
+    """One way of a block in which its training is the same.
+
+    Attributes:
+        kept_bytes: Bytes of ``BlockRun.saved_bytes`` that it keeps.
+        seconds: Time that it takes beyond the plain way.
+    """
+
+    kept_bytes: Bytes
+    seconds: Seconds
 
 
 class BlockRun(Record):
@@ -46,7 +66,7 @@ class BlockRun(Record):
         fed_by: Block whose saved bytes include these inputs; empty if none does.
         again_bytes: Most bytes at once while it is recomputed and runs backward.
         flops: Operations of its forward pass.
-        seconds: Time that its recomputation takes.
+        ways: Ways in which it may run, ``"checkpoint"`` among them.
     """
 
     block: Text
@@ -57,86 +77,137 @@ class BlockRun(Record):
     fed_by: Text = ""
     again_bytes: Bytes
     flops: Count
-    seconds: Seconds
+    ways: dict[Way, WayRun]
+
+    def cost(self, way: Way) -> float:
+        """Return the operations of one more forward pass, or the part of them that takes as long as this way does.
+
+        Bytes decide between blocks without a matrix product.
+        """
+        part = 1.0 if way == "checkpoint" else self.ways[way].seconds / max(self.ways["checkpoint"].seconds, SHORTEST)
+        return (self.flops + 1e-6 * self.saved_bytes) * part
 
     @property
-    def cost(self) -> float:
-        """Cost of one more forward pass; bytes decide between blocks without a matrix product."""
-        return self.flops + 1e-6 * self.saved_bytes
+    def numbers(self) -> tuple[object, ...]:
+        """What calls of one kind of block share."""
+        return self.kind, self.flops, self.saved_bytes, self.input_bytes, self.keeps_input
 
 
-def predict_peak(runs: Sequence[BlockRun], chosen: Collection[str], head_bytes: int) -> int:
-    """Return the most bytes at once if the chosen blocks are recomputed.
+def even_out(runs: Sequence[BlockRun]) -> list[BlockRun]:
+    """Return the runs with the median times of their kind: single ones differ by a third on a busy machine."""
+    times: dict[object, list[float]] = {}
+    for run in runs:
+        for way, one in run.ways.items():
+            times.setdefault((way, run.numbers), []).append(one.seconds)
+    return [
+        run.model_copy(
+            update={
+                "ways": {
+                    way: one.model_copy(update={"seconds": median(times[way, run.numbers])})
+                    for way, one in run.ways.items()
+                }
+            }
+        )
+        for run in runs
+    ]
+
+
+def predict_peak(runs: Sequence[BlockRun], chosen: Ways, head_bytes: int) -> int:
+    """Return the most bytes at once if the chosen blocks run in these ways.
 
     ``head_bytes`` is the most that runs after the last block. The bytes of everything else are left out.
     """
     held = peak = 0
     for run in runs:
-        is_chosen = run.block in chosen
-        if (is_chosen or run.keeps_input) and (not run.fed_by or run.fed_by in chosen):
+        way = chosen.get(run.block)
+        if (way or run.keeps_input) and (not run.fed_by or run.fed_by in chosen):
             held += run.input_bytes
-        if not is_chosen:
-            held += run.saved_bytes
-        peak = max(peak, held + run.again_bytes - (0 if is_chosen else run.saved_bytes))
+        kept = run.saved_bytes if way is None else run.ways[way].kept_bytes
+        held += kept
+        peak = max(peak, held + run.again_bytes - kept)
     return max(peak, held + head_bytes)
 
 
-def useful_blocks(runs: Sequence[BlockRun]) -> list[str]:
-    """Return the blocks that hold less if they are recomputed, in the order of their first call."""
-    saved: dict[str, int] = {}
-    for run in runs:
-        more = 0 if run.keeps_input or run.fed_by else run.input_bytes
-        saved[run.block] = saved.get(run.block, 0) + run.saved_bytes - more
-    return [block for block, saving in saved.items() if saving > 0]
+def useful_ways(runs: Sequence[BlockRun], allowed: Collection[Way]) -> dict[str, list[Way]]:
+    """Return ways of blocks that hold less than the plain one, the least first; each is cheaper than the one before.
+
+    Blocks come in the order of their first call; those without such a way are left out.
+    """
+    found: dict[str, list[Way]] = {}
+    for block, own in _by_block(runs).items():
+        saved: dict[Way, int] = {}
+        for way in allowed:
+            if all(way in run.ways for run in own):
+                inputs = sum(0 if run.keeps_input or run.fed_by else run.input_bytes for run in own)
+                saved[way] = sum(run.saved_bytes - run.ways[way].kept_bytes for run in own) - inputs
+        cheapest = math.inf
+        for way in sorted(saved, key=lambda way: -saved[way]):
+            cost = sum(run.cost(way) for run in own)
+            if saved[way] > 0 and cost < cheapest:
+                found.setdefault(block, []).append(way)
+                cheapest = cost
+    return found
 
 
-def cost_of(runs: Sequence[BlockRun], chosen: Collection[str]) -> float:
-    return sum(run.cost for run in runs if run.block in chosen)
+def cost_of(runs: Sequence[BlockRun], chosen: Ways) -> float:
+    return sum(run.cost(chosen[run.block]) for run in runs if run.block in chosen)
 
 
-def again_seconds(runs: Sequence[BlockRun], chosen: Collection[str]) -> float:
-    """Return the time that recomputing these blocks takes. Equal calls count as their median."""
-    equal: dict[tuple[object, ...], list[float]] = {}
-    for run in runs:
-        equal.setdefault(_describe(run), []).append(run.seconds)
-    return sum(median(equal[_describe(run)]) for run in runs if run.block in chosen)
+def again_seconds(runs: Sequence[BlockRun], chosen: Ways) -> float:
+    """Return the time that these ways add to a step; blocks were measured one after the other."""
+    return sum(run.ways[chosen[run.block]].seconds for run in runs if run.block in chosen)
 
 
-def choices(runs: Sequence[BlockRun]) -> Iterator[tuple[str, ...]]:
-    """Yield choices of one useful block or more, those with the least recomputation first."""
-    useful, width = useful_blocks(runs), 1.0
+def choices(runs: Sequence[BlockRun], allowed: Collection[Way]) -> Iterator[dict[str, Way]]:
+    """Yield choices of one useful block or more in allowed ways, the cheapest first."""
+    useful, width = useful_ways(runs, allowed), 1.0
     kinds = _kinds(runs, useful, width)
-    while math.prod(len(kind) + 1 for kind in kinds) > _MOST_CHOICES:
+    while math.prod(math.comb(len(kind) + len(useful[kind[0]]), len(kind)) for kind in kinds) > _MOST_CHOICES:
         width *= _WIDER
         kinds = _kinds(runs, useful, width)
-    costs = [[0.0, *_add_up(cost_of(runs, [block]) for block in kind)] for kind in kinds]
-    counts = list(product(*(range(len(kind) + 1) for kind in kinds)))
-    counts.sort(key=lambda taken: sum(cost[count] for cost, count in zip(costs, taken, strict=True)))
-    for taken in counts:
-        chosen = {block for kind, count in zip(kinds, taken, strict=True) for block in kind[:count]}
+    own = _by_block(runs)
+    divisions = []
+    for kind in kinds:
+        ways = useful[kind[0]]
+        sums = [[0.0, *accumulate(sum(run.cost(way) for run in own[block]) for block in kind)] for way in ways]
+        # The first so many blocks of a kind in its first way, those up to the next bound in the second one.
+        divisions.append(
+            [
+                (
+                    sum(costs[end] - costs[begin] for costs, begin, end in zip(sums, (0, *ends), ends, strict=False)),
+                    ends,
+                )
+                for ends in combinations_with_replacement(range(len(kind) + 1), len(ways))
+            ]
+        )
+    for taken in sorted(product(*divisions), key=lambda taken: sum(cost for cost, _ in taken)):
+        chosen = {
+            block: way
+            for kind, (_, ends) in zip(kinds, taken, strict=True)
+            for way, begin, end in zip(useful[kind[0]], (0, *ends), ends, strict=False)
+            for block in kind[begin:end]
+        }
         if chosen:
-            yield tuple(block for block in useful if block in chosen)
+            yield {block: chosen[block] for block in useful if block in chosen}
 
 
-def _add_up(costs: Iterator[float]) -> Iterator[float]:
-    total = 0.0
-    for cost in costs:
-        yield (total := total + cost)
+def _by_block(runs: Sequence[BlockRun]) -> dict[str, list[BlockRun]]:
+    found: dict[str, list[BlockRun]] = {}
+    for run in runs:
+        found.setdefault(run.block, []).append(run)
+    return found
 
 
-def _describe(run: BlockRun) -> tuple[object, ...]:
-    """Return what equal calls have in common."""
-    return run.kind, run.flops, run.saved_bytes, run.input_bytes, run.keeps_input
-
-
-def _kinds(runs: Sequence[BlockRun], blocks: Sequence[str], width: float) -> list[list[str]]:
+def _kinds(runs: Sequence[BlockRun], useful: Mapping[str, Sequence[Way]], width: float) -> list[list[str]]:
     """Group blocks that are alike; a ``width`` above 1 also groups those whose numbers differ by up to this factor."""
     kinds: dict[tuple[object, ...], list[str]] = {}
-    for block in blocks:
-        own = [run for run in runs if run.block == block]
-        key: tuple[object, ...] = tuple(map(_describe, own))
+    for block, own in _by_block(runs).items():
+        if block not in useful:
+            continue
+        key: tuple[object, ...] = tuple(run.numbers for run in own)
         if width > 1:
-            cost, saved = sum(run.cost for run in own), sum(run.saved_bytes for run in own)
+            first = useful[block][0]
+            cost, saved = sum(run.cost(first) for run in own), sum(run.saved_bytes for run in own)
             key = tuple(round(math.log(number + 1) / math.log(width)) for number in (cost, saved))
-        kinds.setdefault(key, []).append(block)
+        kinds.setdefault((*useful[block], key), []).append(block)
     return [*kinds.values()]

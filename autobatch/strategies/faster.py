@@ -11,12 +11,12 @@ A prediction is only a filter: ``saved_time`` compares measured times, and decid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from autobatch._bounds import SHORTEST
-from autobatch.records import Trial
-from autobatch.strategies.choice import BlockRun, again_seconds, choices, predict_peak
+from autobatch.records import Trial, Way
+from autobatch.strategies.choice import BlockRun, Ways, again_seconds, choices, predict_peak
 
 MARGIN = 0.05
 """Part of a step's time that recomputation has to save: less is within the noise of a few trials."""
@@ -36,7 +36,7 @@ class FasterChoice(NamedTuple):
     """A larger micro-batch with recomputed blocks, and the predicted time of a step in such micro-batches."""
 
     size: int
-    blocks: tuple[str, ...]
+    ways: Ways
     seconds: float
 
 
@@ -58,6 +58,7 @@ def read_costs(trials: Sequence[Trial], size: int) -> StepCosts:
 
 def faster_choices(
     runs: Sequence[BlockRun],
+    allowed: Collection[Way],
     costs: StepCosts,
     *,
     head_bytes: int,
@@ -72,7 +73,7 @@ def faster_choices(
     ``runs`` and ``head_bytes`` are of a micro-batch of ``measured_size``; ``room`` is what its activations may take.
     """
     found, reached = list[FasterChoice](), 0
-    for chosen in choices(runs):
+    for chosen in choices(runs, allowed):
         peak = max(predict_peak(runs, chosen, head_bytes), 1)
         reach = max((size for size in sizes if size * peak <= room * measured_size), default=0)
         if reach <= reached:
@@ -81,7 +82,7 @@ def faster_choices(
         more = again_seconds(runs, chosen) / max(costs.predict(measured_size), SHORTEST)
         then = count_micro_batches(samples, reach) * costs.predict(reach) * (1 + more)
         if then < seconds:
-            found.append(FasterChoice(size=reach, blocks=chosen, seconds=then))
+            found.append(FasterChoice(size=reach, ways=chosen, seconds=then))
     return sorted(found, key=lambda one: one.seconds)
 
 

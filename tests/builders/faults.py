@@ -232,6 +232,7 @@ class Case:
     represent: Callable[[nn.Module, Any], Any] | None = None
     recomputed: tuple[str, ...] = ()
     chunked: str = ""
+    selective: tuple[str, ...] = ()
 
     def make_step(self, model: nn.Module) -> tuple[Callable[[nn.Module, Any], Any], tuple[Any, ...]]:
         """The step, and what it changes outside the model."""
@@ -343,6 +344,20 @@ CHECKPOINTED_CASES = (
         scaled=True,
         scheduled=True,
         recomputed=("0", "1"),
+    ),
+    Case(
+        "a block with dropout recomputed selectively, weighed by tokens, AdamW foreach",
+        *(Transformer, adamw_foreach, token_step, count_tokens),
+        recomputed=("layer",),
+        selective=("layer",),
+    ),
+    Case(
+        "a block recomputed and one selectively, mixed precision + GradScaler, SGD",
+        *(make_blocks, sgd, autocast_step),
+        scaled=True,
+        scheduled=True,
+        recomputed=("0", "1"),
+        selective=("1",),
     ),
 )
 """Steps that recompute blocks: memory may end in the recomputation."""
@@ -497,7 +512,8 @@ def plan_of(case: Case) -> autobatch.Plan:
         return plan
     peak = plan.peak_bytes
     found = {"micro_batch_size": LARGEST, "plain_bytes": peak, "peak_bytes": peak, "slowdown": 0.0}
-    chosen = Checkpointing(blocks=case.recomputed, candidates=len(case.recomputed), **found)
+    found |= {"blocks": case.recomputed, "selective": case.selective}
+    chosen = Checkpointing(candidates=len(case.recomputed), **found)
     return plan.model_copy(update={"checkpointing": chosen})
 
 

@@ -17,6 +17,7 @@ from autobatch.memory.cpu import CpuDevice
 from autobatch.step.workload import Workload
 from autobatch.strategies.blocks import BlockMeasurement, find_blocks, measure_blocks
 from autobatch.strategies.checkpointing import recompute
+from autobatch.strategies.choice import whole
 
 
 def fit(model: nn.Module, part: float, **options) -> autobatch.Plan:
@@ -25,14 +26,15 @@ def fit(model: nn.Module, part: float, **options) -> autobatch.Plan:
 
 
 def test_the_gradient_is_that_of_the_plain_step_and_generators_end_where_they_would():
-    """In float64 with dropout, however many blocks are recomputed."""
+    """In float64 with dropout, however many blocks are recomputed, whole or selectively."""
     texts = make_texts()
-    for count in (1, 3, LAYERS):
+    both = {f"blocks.{i}": ("selective", "checkpoint")[i % 2] for i in range(LAYERS)}
+    for chosen in (whole(["blocks.0"]), {"blocks.0": "selective"}, whole(both), dict.fromkeys(both, "selective"), both):
         found = []
-        for blocks in ((), [f"blocks.{i}" for i in range(count)]):
+        for ways in ({}, chosen):
             model = make_model(torch.float64)
             torch.manual_seed(1)
-            recompute(Workload(model, step), blocks).step(model, texts).backward()
+            recompute(Workload(model, step), ways).step(model, texts).backward()
             found.append(([p.grad for p in model.parameters()], torch.get_rng_state()))
         (plain, ended), (again, ended_again) = found
         assert all((one - other).norm() <= 1e-12 * one.norm() for one, other in zip(plain, again, strict=True))
@@ -72,8 +74,8 @@ def test_the_plan_s_slowdown_is_that_of_the_step_where_it_fits_plainly():
         return step(model, texts)
 
     plan = fit(model, 0.6, step=slow_step)
-    blocks, texts = plan.checkpointing.blocks, make_texts(1)
-    plain, recomputed = slow_step, recompute(Workload(model, slow_step), blocks).step
+    texts = make_texts(1)
+    plain, recomputed = slow_step, recompute(Workload(model, slow_step), plan.checkpointing.ways).step
     seconds = {plain: [], recomputed: []}
     for _ in range(4):
         for way, times in seconds.items():
@@ -109,7 +111,7 @@ def test_an_own_forward_of_the_user_is_called_and_put_back():
         return own(*args, **kwargs)
 
     model.blocks[0].forward = patched
-    recompute(Workload(model, step), ["blocks.0"]).step(model, make_texts()).backward()
+    recompute(Workload(model, step), whole(["blocks.0"])).step(model, make_texts()).backward()
     assert len(calls) == 2
     assert model.blocks[0].forward is patched
 
@@ -132,9 +134,16 @@ def test_fit_leaves_no_trace():
         assert not any(module.training or "forward" in vars(module) for module in model.modules())
 
 
-def measure(model: nn.Module, step=step) -> BlockMeasurement:
+def measure(model: nn.Module, step=step, allowed=("checkpoint", "selective")) -> BlockMeasurement:
     with CpuDevice().limit(2**40):
-        return measure_blocks(Workload(model, step), CpuDevice(), find_blocks(model), make_texts(2), {})
+        return measure_blocks(
+            Workload(model, step),
+            CpuDevice(),
+            find_blocks(model),
+            make_texts(2),
+            {},
+            allowed=allowed,
+        )
 
 
 class Odd(nn.Module):
@@ -172,13 +181,64 @@ class Odd(nn.Module):
         "writes into its input",
     ],
 )
-def test_a_block_that_cannot_be_recomputed_is_found_and_left_out(kind: str):
-    """By running it both ways; its neighbours are not left out."""
+@pytest.mark.parametrize("allowed", [["checkpoint", "selective"], ["selective"]])
+def test_a_block_that_cannot_be_recomputed_is_found_and_left_out(kind: str, allowed: list[str]):
+    """By running it each way; its neighbours are not left out."""
     model = make_model()
     model.blocks.insert(2, Odd(kind))
-    measured = measure(model, step)
+    measured = measure(model, step, allowed)
     assert [*measured.left_out] == ["blocks.2"]
     assert [run.block for run in measured.runs] == [f"blocks.{i}" for i in range(LAYERS + 1) if i != 2]
+
+
+class Overwriting(nn.Module):
+    """A block that writes into the result of a matrix product, which a selective way would keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(hidden).mul_(2).tanh())
+
+
+def test_a_block_that_overwrites_what_would_be_kept_is_recomputed_whole_only():
+    """It is left out if only the selective way is allowed."""
+    model = make_model()
+    model.blocks.insert(2, Overwriting())
+    measured = measure(model)
+    assert not measured.left_out
+    assert {run.block for run in measured.runs if "selective" not in run.ways} == {"blocks.2"}
+    assert [*measure(model, allowed=["selective"]).left_out] == ["blocks.2"]
+
+
+def test_a_selective_plan_runs_in_its_budget_with_the_gradient_of_the_plain_step():
+    """In float64 with dropout; it is saved and loaded, and its report names the way."""
+    model = make_model(torch.float64)
+    plan = fit(model, 0.7, strategies=["selective"], max_micro_batch=1)
+    plan = autobatch.Plan.model_validate_json(plan.model_dump_json())
+    assert plan.checkpointing.ways == dict.fromkeys(plan.checkpointing.blocks, "selective")
+    assert plan.recomputable == ()
+    assert "selectively" in plan.explain()
+    found = []
+    for own in (plan.model_copy(update={"checkpointing": None, "budget_bytes": 2**32}), plan):
+        torch.manual_seed(1)
+        result = autobatch.Runner(own, model, step, None).accumulate(make_texts())
+        assert result.retries == 0
+        assert result.peak_bytes <= own.budget_bytes
+        found.append([one.grad.clone() for one in model.parameters()])
+        model.zero_grad()
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 1e-12 * one.norm()
+
+
+def test_a_plan_without_selective_blocks_is_one_of_an_earlier_release():
+    """Its blocks are recomputed whole."""
+    plan = fit(make_model(), 0.6, strategies=["checkpoint"])
+    earlier = plan.model_dump(mode="json")
+    del earlier["checkpointing"]["selective"]
+    found = autobatch.Plan.model_validate(earlier).checkpointing
+    assert found.ways == whole(found.blocks)
 
 
 @pytest.mark.parametrize("kind", ["buffer", "attribute"])
@@ -343,7 +403,7 @@ def test_statistics_that_only_move_after_fit_are_refused():
     for block in model.blocks:
         block.norm = nn.BatchNorm1d(WIDTH).eval()
     blocks = [f"blocks.{i}" for i in range(LAYERS)]
-    recomputed = recompute(Workload(model, step), blocks).step
+    recomputed = recompute(Workload(model, step), whole(blocks)).step
     recomputed(model, make_texts())
     model.blocks[1].norm.train()
     with pytest.raises(autobatch.InvalidArgument, match="BatchNorm"):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autobatch
 from autobatch.records import Trial
-from autobatch.strategies.choice import BlockRun
+from autobatch.strategies.choice import BlockRun, WayRun
 from autobatch.strategies.faster import MARGIN, faster_choices, read_costs, saved_time
 
 SAMPLES = 16
@@ -178,7 +178,8 @@ def make_trial(size: int, pass_seconds: float) -> Trial:
 
 def make_runs(seconds: float) -> list[BlockRun]:
     own = {"kind": "Block", "saved_bytes": 100, "input_bytes": 10, "keeps_input": True, "again_bytes": 120}
-    return [BlockRun(block=f"blocks.{i}", flops=100, seconds=seconds, **own) for i in range(4)]
+    own["ways"] = {"checkpoint": WayRun(kept_bytes=0, seconds=seconds)}
+    return [BlockRun(block=f"blocks.{i}", flops=100, **own) for i in range(4)]
 
 
 @pytest.mark.parametrize(("fixed", "each", "pays"), [(1.0, 0.1, True), (0.0, 0.1, False), (0.1, 0.1, False)])
@@ -190,7 +191,7 @@ def test_a_choice_is_predicted_to_be_faster_only_if_micro_batches_have_a_cost_of
     assert costs.each == pytest.approx(each)
     own = {"head_bytes": 0, "sizes": (6, 8, 16), "measured_size": 1, "samples": 16}
     runs = make_runs((fixed + each) / 8)
-    found = faster_choices(runs, costs, room=1800, seconds=4 * (fixed + 4 * each), **own)
+    found = faster_choices(runs, ["checkpoint"], costs, room=1800, seconds=4 * (fixed + 4 * each), **own)
     assert bool(found) == pays
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
 

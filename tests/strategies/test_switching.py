@@ -19,13 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autobatch
 from autobatch.events import Retried
+from autobatch.records import Checkpointing
 from autobatch.testing import oom_at
 
 BLOCKS = tuple(f"blocks.{i}" for i in range(LAYERS))
 
 
 def make_plan(model: nn.Module, part: float = 1.5, **options) -> autobatch.Plan:
-    options = {"strategies": "auto", "check": None, "reuse": False, "max_micro_batch": 1, **options}
+    options = {"strategies": ["checkpoint"], "check": None, "reuse": False, "max_micro_batch": 1, **options}
     return autobatch.fit(
         model, 4, batch=make_texts(), step=step, budget=int(part * need_of(model)), headroom=0, **options
     )
@@ -158,6 +159,24 @@ def test_a_plan_with_some_blocks_recomputed_recomputes_the_others_too():
     assert [event.recomputed for event in events if isinstance(event, Retried)] == [LAYERS - few]
 
 
+def test_a_block_that_is_recomputed_selectively_is_recomputed_whole_where_memory_ends():
+    """With the gradient of the plain step, in float64 with dropout."""
+    found = []
+    for part, retries in ((1.5, 0), (0.4, 1)):
+        model, events = make_model(torch.float64), []
+        plan = make_plan(model)
+        own = {"blocks": BLOCKS, "selective": BLOCKS, "candidates": LAYERS, "micro_batch_size": 1}
+        chosen = Checkpointing(plain_bytes=1, peak_bytes=1, slowdown=0.0, **own) if retries else None
+        plan = tighten(plan.model_copy(update={"checkpointing": chosen}), model, part)
+        runner = autobatch.Runner(plan, model, step, None, hooks=[events.append])
+        torch.manual_seed(1)
+        assert runner.accumulate(make_texts()).retries == retries
+        assert [event.recomputed for event in events if isinstance(event, Retried)] == [LAYERS] * retries
+        found.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 1e-12 * one.norm()
+
+
 def test_a_block_that_was_replaced_is_refused():
     """Nobody has shown that the other module can be recomputed."""
     model = make_model()
@@ -274,10 +293,10 @@ def test_one_rank_alone_may_switch(kind):
 
 
 class Switching(Training):
-    """Training in micro-batches of one sample whose plan may recompute blocks."""
+    """Training in micro-batches of one sample whose plan may recompute blocks, those of a selective case whole."""
 
     def _plan(self) -> autobatch.Plan:
-        plan, sizes = plan_of(replace(self.case, recomputed=())), (1,) * SAMPLES
+        plan, sizes = plan_of(replace(self.case, recomputed=self.case.selective)), (1,) * SAMPLES
         own = {"micro_batch_size": 1, "micro_batch_sizes": sizes, "accumulation_steps": SAMPLES, "max_micro_batch": 1}
         return plan.model_copy(update={**own, "recomputable": self.case.recomputed})
 
