@@ -335,6 +335,7 @@ class StepRunner:
             self._workload.drop_gradients()
             if shared is None or (giver := shared.take_update(error)) is None:
                 raise
+            update.note_skip()
             self._events.report_copied(self.steps, giver)
         finally:
             self._workload.drop_gradients()

@@ -67,6 +67,7 @@ class Update:
     _entries: Sequence[dict[str, Any] | None] = ()
     _made: list[torch.Tensor] = field(default_factory=list)
     _scale: float = 0.0
+    _has_skipped: bool = False
 
     def __post_init__(self) -> None:
         self._inner = unwrap_optimizer([*self.optimizers])
@@ -106,6 +107,7 @@ class Update:
                 optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
             if self.scaler is not None:
                 self.scaler.update()
+            self.note_skip()
         except BaseException as error:
             for optimizer in self.optimizers if self.scaler is not None else ():
                 # After a checkpoint is loaded, unscale_() must not raise that it was called already.
@@ -123,10 +125,13 @@ class Update:
                 f"{explain_no_retry(step, self.plan)}"
             )
 
+    def note_skip(self) -> None:
+        """Note whether infinities made the scaler skip a step: only then the scale falls."""
+        self._has_skipped = self.scaler is not None and bool(self.schedulers) and self.scaler.get_scale() < self._scale
+
     def step_schedulers(self) -> None:
         """Step the schedulers, if the optimizers stepped; the user's own error passes, with a note."""
-        # The scale only falls when infinities made the scaler skip a step.
-        if not self.schedulers or (self.scaler is not None and self.scaler.get_scale() < self._scale):
+        if self._has_skipped:
             return
         try:
             for scheduler in self.schedulers:
