@@ -106,10 +106,13 @@ def verify(
 
 
 def compare_with_parts(
-    model: nn.Module, batch: Any, step: Step, weigh: Weigh | None, *, device: torch.device | str | Device | None
+    workload: Workload, batch: Any, *, device: torch.device | str | Device | None, explains: bool = False
 ) -> Verdict:
-    """``verify`` without causes and on fewer samples, for an integration that compares several readings of a loss."""
-    return _verify(Workload(model, step, weigh), batch, None, device, explains=False)[0]
+    """``verify`` for an integration, whose optimizer may hold parameters that the model does not.
+
+    Without causes (``explains``) it compares fewer samples: an integration compares several readings of a loss.
+    """
+    return _verify(workload, batch, None, device, explains=explains)[0]
 
 
 def _verify(

@@ -6,6 +6,7 @@ from functools import partial
 
 import datasets
 import pytest
+import torch
 from sentence_transformers.sentence_transformer import losses
 from trainers import Interrupted, apart, logs_apart, small_device, train
 from trl_trainers import embedder
@@ -20,6 +21,22 @@ def test_a_loss_of_pairs_ends_where_whole_batches_end(tmp_path):
     assert apart(whole, split) < 1e-12
     assert logs_apart(whole, split) < 1e-6
     assert split.step.rule.reading == "mean over samples"
+
+
+def test_a_loss_with_weights_of_its_own_ends_where_whole_batches_end(tmp_path):
+    """The optimizer moves the classifier of SoftmaxLoss, which is in the loss and not in the model."""
+
+    def make():
+        trainer = embedder(tmp_path, "CosineSimilarityLoss", labels=True)
+        data = trainer.train_dataset.cast_column("label", datasets.Value("int64"))
+        torch.manual_seed(1)
+        loss = losses.SoftmaxLoss(trainer.model, sentence_embedding_dimension=16, num_labels=2).double()
+        return type(trainer)(model=trainer.model, args=trainer.args, train_dataset=data, loss=loss)
+
+    whole, split = train(make), train(make, attached={})
+    assert apart(whole, split) < 1e-12
+    assert torch.allclose(whole.trainer.loss.classifier.weight, split.trainer.loss.classifier.weight, atol=1e-12)
+    assert all(len(sizes) > 1 for sizes in split.sizes)
 
 
 def test_several_datasets_with_columns_of_their_own(tmp_path):

@@ -3,8 +3,8 @@
 1. A loss has one of two readings. It was divided by ``num_items_in_batch``, or is a sum: micro-batches add up. Or it is
    a mean over samples. The loss of a few samples beside those of two parts of them shows which: of 4 parts a sum has 4
    times the value of a mean. ``weigh=`` states a third reading, and nothing is measured.
-2. Gradients of a batch and of its parts are compared by ``autobatch.verify``. The first way to divide that is exact is
-   taken; if none is, InexactSplit names the causes.
+2. Gradients of a batch and of its parts are compared as in ``autobatch.verify``. The first way to divide that is exact
+   is taken; if none is, InexactSplit names the causes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autobatch.batch.samples import Layout, describe
 from autobatch.errors import AutobatchError, InexactSplit
 from autobatch.exactness.determinism import deterministic
-from autobatch.exactness.verification import compare_with_parts, verify
+from autobatch.exactness.verification import compare_with_parts
 from autobatch.integrations.attributes import advise, replaced
 from autobatch.integrations.transformers.cuts import Rows, count_labels, has_unequal_lengths
 from autobatch.integrations.transformers.trainer_step import TrainerStep, modes_of_training, undone
@@ -33,7 +33,7 @@ from autobatch.memory.oom import describe_error
 from autobatch.records import Verdict
 from autobatch.step.losses import Sum
 from autobatch.step.whole_batch import WholeBatch
-from autobatch.step.workload import Step, Weigh, Workload
+from autobatch.step.workload import Step, Workload
 
 Reading = Literal[
     "divided by the whole batch's count", "mean over samples", "mean over weigh(batch)", "loss over the whole batch"
@@ -93,10 +93,10 @@ class LossRule:
         samples = describe(micro_batch).count
         return samples if self.reading == SAMPLES else samples / self.step.samples / self.step.ranks
 
-    @property
-    def weigh(self) -> Weigh | None:
-        """Return the ``weigh`` of ``verify``, which advises one if the loss states no count."""
-        return self.count if self.reading == WEIGHED else None
+    def as_workload(self, model: nn.Module) -> Workload:
+        """Return what is compared; without a ``weigh``, the comparison advises one if the loss states no count."""
+        weigh = self.count if self.reading == WEIGHED else None
+        return Workload(model, self.as_step(), weigh, self.step.trainer.optimizer)
 
     def __str__(self) -> str:
         loss = self.reading if self.reading == DIVIDED else f"a {self.reading}"
@@ -242,7 +242,7 @@ def find_rule(
         verdict, rule = checked[-1] if checked else verdicts[0]
         if not verdict.unchecked:
             batch = rule.cut.batch_of(inputs, samples)
-            explained = verify(model, batch, rule.as_step(), rule.weigh, device=device)
+            explained = compare_with_parts(rule.as_workload(model), batch, device=device, explains=True)
             verdict = verdict if explained.exact or explained.unchecked else explained
     if verdict.unchecked:
         reason = f"{name}: it could not be checked whether this loss can be split: {verdict.unchecked}"
@@ -263,7 +263,7 @@ def _compare(
     for reading, cut in itertools.product(readings, cuts):
         rule = replace(guess, cut=cut, reading=reading)
         batch = cut.batch_of(inputs, samples)
-        verdict = compare_with_parts(model, batch, rule.as_step(), rule.weigh, device=device)
+        verdict = compare_with_parts(rule.as_workload(model), batch, device=device)
         verdicts.append((verdict, rule))
         if verdict.exact or verdicts[0][0].unchecked:
             break
