@@ -24,6 +24,8 @@ def chunk_loss(request: Request, trials: Trials, size: int) -> None:
     workload = request.workload
     head = "" if isinstance(workload.step, WholeBatch) else find_head(workload.model)
     if not head:
+        if "checkpoint" not in request.strategies:  # who asks for "auto" may have no classes at all
+            trials.not_chunked = "no nn.Linear of the model has more outputs than inputs and its own forward()"
         return
     request.announce("comparing the loss with that in chunks")
     found = list[tuple[int, str]]()

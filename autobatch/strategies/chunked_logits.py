@@ -41,24 +41,46 @@ class HeadCall:
     """One call of the layer.
 
     Attributes:
-        rows: Rows of its output.
-        weight: Its weight, cast as autocast would.
+        inputs: What it was called with, cast as autocast would.
+        weight: Its weight, cast alike.
         bias: Its bias.
+        versions: Numbers of writes into inputs, weight and bias at the call.
         is_read: Whether the step has read its output otherwise than through a cross entropy.
         losses: Inputs and labels of each cross entropy in chunks.
     """
 
-    rows: int
+    inputs: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     is_read: bool = False
     losses: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Note the versions."""
+        self.versions = self._count_writes()
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of its output."""
+        return self.inputs[..., 0].numel()
+
+    def check_unchanged(self) -> None:
+        """Raise InvalidArgument if the layer would return something else now."""
+        if self._count_writes() != self.versions:
+            raise InvalidArgument(
+                "the logits are used after a write into the weight or the input of their layer, such as the "
+                "optimizer's, so their loss cannot be computed in chunks: leave 'chunk_loss' out of strategies="
+            )
+
+    def _count_writes(self) -> list[int]:
+        return [_version(one) for one in (self.inputs, self.weight, self.bias) if one is not None]
 
 
 def call_head(head: nn.Linear, hidden: torch.Tensor) -> Logits:
     """Return what the layer would return, without computing it."""
     inputs, bias = _cast(hidden), None if head.bias is None else _cast(head.bias)
-    return _make(HeadCall(inputs[..., 0].numel(), _cast(head.weight), bias), inputs, inputs.dtype, None)
+    return _make(HeadCall(inputs, _cast(head.weight), bias), inputs, inputs.dtype, None)
 
 
 class Logits(torch.Tensor):
@@ -93,10 +115,11 @@ class Logits(torch.Tensor):
         """
         self.call.is_read = True
         if self.value is None:
+            self.call.check_unchanged()
             with torch.set_grad_enabled(self.requires_grad), _no_autocast(self.hidden):
                 made = self.made_by() if self.made_by else linear(self.hidden, self.call.weight, self.call.bias)
-            self.value, self.version = made, made._version
-        if self.value._version != self.version:
+            self.value, self.version = made, _version(made)
+        if _version(self.value) != self.version:
             raise InvalidArgument(
                 "the step writes into its logits, so their loss cannot be computed in chunks: leave 'chunk_loss' out "
                 "of strategies="
@@ -130,6 +153,7 @@ def _lose(logits: Logits, labels: torch.Tensor, **options: Any) -> torch.Tensor 
     has_rows = logits.ndim == 2 and labels.dtype == torch.int64 and labels.shape == logits.shape[:1]
     if has_others or not has_rows or reduction not in {"mean", "sum", "none"}:
         return None
+    logits.call.check_unchanged()
     counts = labels != ignored
     classes = labels.where(counts, 0)
     logits.call.losses.append((logits.hidden, classes))
@@ -233,6 +257,11 @@ def _cast(tensor: torch.Tensor) -> torch.Tensor:
     device_type = tensor.device.type
     is_cast = torch.is_autocast_enabled(device_type) and tensor.dtype != torch.float64
     return tensor.to(torch.get_autocast_dtype(device_type)) if is_cast else tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return the number of writes into a tensor; those of inference mode count none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _no_autocast(tensor: torch.Tensor) -> torch.autocast:

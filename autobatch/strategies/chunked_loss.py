@@ -81,7 +81,7 @@ def try_chunks(workload: Workload, name: str, samples: Any) -> tuple[int, str]:
     """
     head: Any = workload.model.get_submodule(name)
     # Nothing is kept for a backward pass, so this fits where the step does not.
-    with torch.autograd.graph.saved_tensors_hooks(_drop, _drop), _chunking(head) as calls:
+    with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse), _chunking(head) as calls:
         try:
             workload.step(workload.model, samples)
         except Exception:
@@ -100,6 +100,10 @@ def try_chunks(workload: Workload, name: str, samples: Any) -> tuple[int, str]:
 
 def _drop(_: Any) -> Any:
     """Keep nothing of a saved tensor."""
+
+
+def _refuse(_: Any) -> Any:
+    raise InvalidArgument("it computes a gradient in its forward pass")
 
 
 def _is_same(call: HeadCall, hidden: torch.Tensor, labels: torch.Tensor) -> bool:

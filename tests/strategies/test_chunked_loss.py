@@ -173,6 +173,51 @@ def test_a_step_that_writes_into_its_logits_is_refused():
         run(Words(), step, make_texts(), chunks=True)
 
 
+def test_logits_that_are_read_after_the_update_are_refused():
+    """The layer's new weight would make others; before the update they are those of the layer."""
+    model, texts = Words(), make_texts()
+    found = ChunkedLoss(head="head", chunks=16, micro_batch_size=1, logits_bytes=0)
+    kept = list[torch.Tensor]()
+
+    def step(model, texts):
+        kept.append(model(texts))
+        return F.cross_entropy(kept[-1].flatten(0, 1), texts.flatten())
+
+    for _ in range(2):
+        chunked(Workload(model, step), found).step(model, texts).backward()
+    assert torch.equal(kept[0], model(texts))
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(autobatch.InvalidArgument, match="optimizer"):
+        kept[1].argmax(-1)
+
+
+def test_a_write_into_the_input_of_a_frozen_head_is_refused():
+    """Without chunks its gradient does not need that input, and the loss is of the earlier values."""
+
+    def step(model, texts):
+        hidden = model.body(model.embed(texts)) * 1
+        logits = model.head(hidden)
+        hidden.mul_(2)
+        return F.cross_entropy(logits.flatten(0, 1), texts.flatten())
+
+    run(Words(frozen=True), step, make_texts(), chunks=False)
+    with pytest.raises(autobatch.InvalidArgument, match="input of their layer"):
+        run(Words(frozen=True), step, make_texts(), chunks=True)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_labels_may_be_those_of_the_model(mode):
+    """Its passes without gradients are the plain ones."""
+
+    def step(model, texts):
+        with mode():
+            labels = model(texts).argmax(-1)
+        return F.cross_entropy(model(texts).flatten(0, 1), labels.flatten().clone())
+
+    model = Words().double()
+    assert_close(*(run(model, step, make_texts(), chunks=chunks) for chunks in (False, True)), 1e-12)
+
+
 def test_a_function_that_torch_does_not_see_is_refused():
     """It would find no values, and its gradient would be lost."""
 
@@ -260,6 +305,25 @@ def test_a_loss_that_cannot_be_chunked_is_left_alone(step, part):
     """DoesNotFit says why, and what would help."""
     with pytest.raises(autobatch.DoesNotFit, match="linear_cross_entropy"):
         fit(make_large(), step, part)
+
+
+def test_a_step_with_a_gradient_in_its_forward_pass_is_left_alone():
+    """Which is what the message says."""
+
+    def step(model, texts):
+        loss = mean_step(model, texts)
+        return loss + torch.autograd.grad(loss, model.head.bias, retain_graph=True)[0].square().sum()
+
+    with pytest.raises(autobatch.DoesNotFit, match="computes a gradient in its forward pass"):
+        fit(make_large(), step, part=0.6)
+
+
+def test_a_model_without_a_head_is_named_where_chunks_were_asked_for():
+    """Whoever passes ``"auto"`` need not have one."""
+    model = make_large()
+    nn.utils.parametrizations.weight_norm(model.head)
+    with pytest.raises(autobatch.DoesNotFit, match=r"no nn\.Linear of the model"):
+        fit(model, part=0.6)
 
 
 def test_a_loss_over_the_whole_batch_is_left_alone():
