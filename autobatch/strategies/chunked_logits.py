@@ -41,8 +41,8 @@ class HeadCall:
     """One call of the layer.
 
     Attributes:
-        inputs: What it was called with, cast as autocast would.
-        weight: Its weight, cast alike.
+        inputs: Inputs of the layer, cast as autocast would.
+        weight: Its weight, cast in the same way.
         bias: Its bias.
         versions: Numbers of writes into inputs, weight and bias at the call.
         is_read: Whether the step has read its output otherwise than through a cross entropy.
@@ -69,8 +69,8 @@ class HeadCall:
         """Raise InvalidArgument if the layer would return something else now."""
         if self._count_writes() != self.versions:
             raise InvalidArgument(
-                "the logits are used after a write into the weight or the input of their layer, such as the "
-                "optimizer's, so their loss cannot be computed in chunks: leave 'chunk_loss' out of strategies="
+                "the logits are used after the optimizer's step, or after a write into the input of their layer: use "
+                "them before, or leave 'chunk_loss' out of strategies="
             )
 
     def _count_writes(self) -> list[int]:
