@@ -56,6 +56,14 @@ class SharedTrials:
         if isinstance(self._ranks, ShardedRanks):
             self._ranks.passes.begin_micro_batch()
 
+    def exchange(self, point: str, value: Any) -> list[Any]:
+        """Return what each rank gives at a point in the block: a value that JSON can hold."""
+        return self._ranks.passes.exchange(point, value) if isinstance(self._ranks, ShardedRanks) else [value]
+
+    def together(self) -> AbstractContextManager[object]:
+        """Block of several trials, which raises an error on every rank if one raises one outside the trials."""
+        return all_or_none(self._ranks if self.are_shared else None, "fit(), trials")
+
     def agree(self, trial: Trial) -> Trial:
         """Return the trial as the worst rank has measured it."""
         trials = [Trial.model_validate(fields) for fields in self._gather(trial.model_dump())]
@@ -104,10 +112,8 @@ class Division:
             self.samples = max(even)
         self.shares = even if self.is_known and ranks else ()
 
-    def describe(
-        self, workload: Workload, device: Any, *, objective: str, float32: bool, cut: str
-    ) -> list[dict[str, Any]]:
-        """Return what this rank sends to the others before the search; nothing for one rank."""
+    def describe(self, workload: Workload, device: Any, **arguments: Any) -> list[dict[str, Any]]:
+        """Return what this rank sends to the others before the search, arguments of ``fit`` too; nothing for one."""
         if self._ranks is None:
             return []
         refuse_sharded_optimizer(workload.optimizer)
@@ -116,10 +122,8 @@ class Division:
         same = {
             "target_batch=": self.target,
             "share=": self._share if isinstance(self._share, str) else [*map(int, self._share)],
-            "objective=": objective,
-            "accumulate_in_float32=": float32,
+            **{f"{name}=": value for name, value in arguments.items()},
             "weigh=": "None" if workload.weigh is None else "given",
-            "cut=": cut,
             "optimizer=": name_optimizer(workload.optimizer) or "None",
             "the model": describe_parameters(workload.model, workload.parameters()),
         }

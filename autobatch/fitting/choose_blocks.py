@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from autobatch._bounds import SHORTEST
 from autobatch._formatting import plural
-from autobatch.errors import DoesNotFit, InvalidArgument
+from autobatch.distributed.sharded import is_tried
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.fitting.make_plan import Request
 from autobatch.fitting.options import read_strategies
 from autobatch.fitting.trials import Trials
@@ -31,14 +33,28 @@ _LESS = 0.995
 
 _REASONS_SHOWN = 2
 
+_WITH_SHARDS: tuple[Strategy, ...] = ("checkpoint", "selective")
+"""Strategies that are supported where parameters are sharded."""
+
 
 def allow_strategies(given: Any, workload: Workload, *, are_sharded: bool) -> tuple[Strategy, ...]:
-    """Return the strategies that were asked for; raise InvalidArgument where one could not be applied exactly."""
+    """Return the strategies that were asked for; raise InvalidArgument where one could not be applied exactly.
+
+    ``"auto"`` leaves out those that are not supported with sharded parameters.
+    """
     strategies = read_strategies(given)
-    if strategies and are_sharded:
+    if are_sharded:
+        unsupported = [one for one in strategies if one not in _WITH_SHARDS]
+        if unsupported and given != "auto":
+            raise InvalidArgument(
+                f"strategies= has {unsupported[0]!r}, which is not supported where parameters are sharded: pass "
+                f"'auto', or a list of {', '.join(map(repr, _WITH_SHARDS))}"
+            )
+        strategies = tuple(one for one in strategies if one in _WITH_SHARDS)
+    if strategies and are_sharded and not is_tried():
         raise InvalidArgument(
-            "strategies= is not supported where parameters are sharded: checkpoint blocks with torch's "
-            "checkpoint_wrapper before fully_shard(), and leave strategies= out"
+            f"strategies= was not tried with fully_shard in torch {torch.__version__}: leave it out, and checkpoint "
+            f"blocks with torch's checkpoint_wrapper before fully_shard()"
         )
     if strategies and is_compiled(workload.model, workload.step):
         raise InvalidArgument(
@@ -69,6 +85,8 @@ def choose_blocks(request: Request, trials: Trials, size: int) -> None:
         raise DoesNotFit(f"{plain}; strategies= found no blocks in ModuleLists or Sequentials to recompute")
     try:
         measured = measure(request, trials, blocks, size)
+    except AutobatchError:  # of another rank
+        raise
     except Exception as error:
         reason = f"the step fails where its graph is cut at each block ({describe_error(error)})"
         raise DoesNotFit(f"{plain}; strategies= does not help: {reason}") from error
@@ -100,7 +118,8 @@ def measure(request: Request, trials: Trials, blocks: Sequence[str], size: int) 
 
     def run(samples: Any) -> None:  # the second run counts: the first one may import modules, which draw numbers
         left_out.clear()
-        found.append(measure_blocks(trials.workload, request.memory, blocks, samples, left_out, allowed=request.ways))
+        own = trials.workload, request.memory, blocks, samples, left_out
+        found.append(measure_blocks(*own, allowed=request.ways, shared=request.division.trials))
 
     if (shortage := trials.probe.examine(run, size)) is not None:
         return f"a single block or the rest does not fit ({shortage}){_explain(left_out)}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from autobatch.errors import DoesNotFit
+from autobatch.errors import DoesNotFit, RankLost
 from autobatch.fitting.choose_blocks import describe, held_bytes, measure
 from autobatch.fitting.make_plan import Found, Request
 from autobatch.fitting.trials import Trials
@@ -41,11 +41,15 @@ def choose_faster(request: Request, trials: Trials, size: int, larger: Sequence[
     if not blocks:
         return size
     try:
-        return _compare(request, trials, size, larger=larger, least=least, blocks=blocks)
+        with request.division.trials.together():
+            return _compare(request, trials, size, larger=larger, least=least, blocks=blocks)
+    except RankLost:
+        raise
     except Exception as error:  # noqa: BLE001 - the plain step has run at this size
         _log.info("no blocks are recomputed, since that raised an error: %s", describe_error(error))
-    trials.recompute({})
-    request.memory.reclaim()
+    with request.division.trials.together():
+        trials.recompute({})
+        request.memory.reclaim()
     return size
 
 

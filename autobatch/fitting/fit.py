@@ -144,7 +144,8 @@ def fit(
             micro-batch does not fit, the cheapest choice of blocks and ways whose trial fits is taken. If it does,
             ``objective="throughput"`` recomputes blocks for larger micro-batches only where trials show that a step
             takes 5 % less time. ``plan.checkpointing`` names the blocks. ``Runner`` recomputes them, and all of
-            ``plan.recomputable``, whole, where one sample does not fit any more.
+            ``plan.recomputable``, whole, where one sample does not fit any more. With ``fully_shard`` ``"auto"`` leaves
+            ``"chunk_loss"`` out.
 
     Returns:
         The plan. Its size has run.
@@ -163,15 +164,15 @@ def fit(
     with all_or_none(ranks, "fit(), the check") as plans:
         with all_or_none(ranks, "fit(), its arguments") as gathered:
             target_batch, bound = check_sizes(target_batch, max_micro_batch)
-            given = {"objective": objective, "check": check, "budget": budget, "headroom": headroom}
-            in_float32, switches = accumulate_in_float32, {"reuse": reuse, "progress": progress}
-            check_options({**given, **switches, "accumulate_in_float32": in_float32, "strategies": strategies})
+            same = {"objective": objective, "accumulate_in_float32": accumulate_in_float32, "strategies": strategies}
+            own = {"check": check, "budget": budget, "headroom": headroom, "reuse": reuse, "progress": progress}
+            check_options({**same, **own})
             module, own_optimizer = take_module(model, ranks), unwrap_optimizer(optimizer)
             workload = Workload(module, default_step if step is None else step, weigh, own_optimizer, "autobatch.fit")
             refuse_sample_gradients(module.named_parameters())
             division = Division(ranks, target_batch, share)
             kind = "None" if cut is None else "by_length()" if isinstance(cut, ByLength) else "a function"
-            gathered.extend(division.describe(workload, device, float32=in_float32, objective=objective, cut=kind))
+            gathered.extend(division.describe(workload, device, **same, cut=kind))
         division.compare(gathered)
         ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
         # If all ranks try the same sizes, a plan that only some of them remember could not be confirmed.

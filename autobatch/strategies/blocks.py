@@ -8,6 +8,9 @@
    with the reason.
 
 The step's own graph is cut at each block, so that its backward pass runs the part after the last block alone.
+
+Where parameters are sharded, all ranks measure together, and have one outcome for each block: it can run in a way if it
+can on every rank, and its numbers are the largest. So the ranks choose the same blocks.
 """
 
 from __future__ import annotations
@@ -22,16 +25,21 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autobatch._formatting import name_type
+from autobatch.distributed.division import SharedTrials
+from autobatch.distributed.sharded import is_sharded
+from autobatch.errors import AutobatchError
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Way
 from autobatch.step.workload import Workload, read_output
 from autobatch.strategies.checkpointing import Forward, find_modules, replaced_forward
-from autobatch.strategies.choice import BlockRun, Ways, even_out, predict_peak
+from autobatch.strategies.choice import BlockRun, WayRun, Ways, even_out, predict_peak
 from autobatch.strategies.each_way import Call, EachWay, run_each_way
 from autobatch.torch_internals.storages import bytes_of
 
 _LISTS = (nn.ModuleList, nn.Sequential)
+_LARGEST = ("saved_bytes", "input_bytes", "keeps_input", "again_bytes", "flops")
+_ALONE = SharedTrials(None)
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -87,6 +95,7 @@ def measure_blocks(
     left_out: dict[str, str],
     *,
     allowed: Collection[Way],
+    shared: SharedTrials = _ALONE,
 ) -> BlockMeasurement:
     """Run the step once on these samples, its blocks in the allowed ways too.
 
@@ -96,7 +105,10 @@ def measure_blocks(
     """
     modules = find_modules(workload.model, blocks)
     names = {id(module): name for name, module in modules.items()}
-    measuring = _Pass(workload.model, device, left_out, allowed)
+    for name, module in modules.items():
+        if any(map(is_sharded, module.children())):  # the end of its own backward pass would end that of the model
+            left_out[name] = "fully_shard was called on modules inside it"
+    measuring = _Pass(workload.model, device, left_out, allowed, shared)
 
     def around(block: nn.Module, forward: Forward) -> Forward:
         return lambda *args, **kwargs: measuring.run_block(names[id(block)], block, forward, args, kwargs)
@@ -113,8 +125,16 @@ def measure_blocks(
 class _Pass:
     """The forward pass that is measured: which blocks have run, and which tensors they keep."""
 
-    def __init__(self, model: nn.Module, device: Device, left_out: dict[str, str], allowed: Collection[Way]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Device,
+        left_out: dict[str, str],
+        allowed: Collection[Way],
+        shared: SharedTrials,
+    ) -> None:
         self._model, self._device, self._held, self._allowed = model, device, 0, allowed
+        self._shared = shared
         self._runs: list[BlockRun] = []
         self._left_out = left_out
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
@@ -125,26 +145,21 @@ class _Pass:
 
     def finish(self, candidates: int) -> BlockMeasurement:
         self._device.synchronize()
-        head_bytes = max(self._device.usage().peak_allocated - self._held, 0)
+        own_bytes = max(self._device.usage().peak_allocated - self._held, 0)
+        head_bytes = max(self._shared.exchange("the rest", own_bytes))
         runs = [run for run in self._runs if run.block not in self._left_out]
         return BlockMeasurement(candidates, even_out(runs), head_bytes, self._left_out)
 
     def run_block(
         self, name: str, block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        call = Call(args, kwargs)
-        if call.opaque:
-            self._left_out.setdefault(name, f"it is called with {name_type(call.opaque[0])}, which it may change")
         if name in self._left_out or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        ran = self._try_each_way(block, forward, call)
-        if isinstance(ran, str):
-            self._left_out[name] = ran
+        call = Call(args, kwargs)
+        ran, reason = self._try_each_way(block, forward, call)
+        run = self._describe_run(name, block, call, ran) if ran is not None and ran.has_gradient else None
+        if not self._agree(name, reason, run, has_run=ran is not None) or ran is None:
             return forward(*args, **kwargs)
-        if ran.reason:
-            self._left_out[name] = ran.reason
-        if ran.has_gradient:
-            self._note_run(name, block, call, ran)
         flat, nest = tree_flatten(ran.returned)
         saves_output = ran.saves_output
         del ran
@@ -155,31 +170,46 @@ class _Pass:
         self.begin_rest()
         return tree_unflatten(flat, nest)
 
-    def _try_each_way(self, block: nn.Module, forward: Forward, call: Call) -> EachWay | str:
-        """Run a block in each way; return the reason why that cannot be done, if so."""
+    def _try_each_way(self, block: nn.Module, forward: Forward, call: Call) -> tuple[EachWay | None, str]:
+        """Run a block in each way; return the reason why it cannot be recomputed, ``None`` if it cannot even run so."""
+        if call.opaque:
+            return None, f"it is called with {name_type(call.opaque[0])}, which it may change"
         reason = ""
         try:
             ran = run_each_way(self._model, self._device, block, forward, call, allowed=self._allowed)
         except Exception as error:
-            if is_oom(error):
+            if isinstance(error, AutobatchError) or is_oom(error):
                 raise
             reason = describe_error(error)
-        return "it writes into a list or dict that it is called with" if call.has_changed_containers else reason or ran
+        finally:
+            for one in block.parameters():  # gradients of gathered ones would be summed over the ranks
+                one.grad = None
+        if call.has_changed_containers:
+            reason = "it writes into a list or dict that it is called with"
+        return (None, reason) if reason else (ran, ran.reason)
 
-    def _note_run(self, name: str, block: nn.Module, call: Call, ran: EachWay) -> None:
+    def _agree(self, name: str, reason: str, run: BlockRun | None, *, has_run: bool) -> bool:
+        """Note what all ranks have found of a block; return whether it could run so on each of them."""
+        own = {"reason": reason, "run": run and run.model_dump(), "has_run": has_run}
+        found = self._shared.exchange(name, own)
+        if any(one["reason"] for one in found):
+            self._left_out[name] = next(filter(None, (one["reason"] for one in found)))
+        if all(one["run"] for one in found):
+            self._runs.append(_join([BlockRun.model_validate(one["run"]) for one in found]))
+        return all(one["has_run"] for one in found)
+
+    def _describe_run(self, name: str, block: nn.Module, call: Call, ran: EachWay) -> BlockRun:
         fed = [self._find(one) for one in call.tensors]
-        self._runs.append(
-            BlockRun(
-                block=name,
-                kind=type(block).__qualname__,
-                saved_bytes=ran.saved_bytes,
-                input_bytes=sum(bytes_of(one) for one, by in zip(call.tensors, fed, strict=True) if by != ""),
-                keeps_input=ran.saves_input,
-                fed_by=next(filter(None, fed), ""),
-                again_bytes=ran.again_bytes,
-                flops=ran.flops,
-                ways=ran.ways,
-            )
+        return BlockRun(
+            block=name,
+            kind=type(block).__qualname__,
+            saved_bytes=ran.saved_bytes,
+            input_bytes=sum(bytes_of(one) for one, by in zip(call.tensors, fed, strict=True) if by != ""),
+            keeps_input=ran.saves_input,
+            fed_by=next(filter(None, fed), ""),
+            again_bytes=ran.again_bytes,
+            flops=ran.flops,
+            ways=ran.ways,
         )
 
     def _note(self, tensor: torch.Tensor, kept_by: str) -> None:
@@ -195,6 +225,18 @@ class _Pass:
         if kept_by is None:
             self._note(tensor, "")
         return kept_by
+
+
+def _join(runs: Sequence[BlockRun]) -> BlockRun:
+    """Return one run for those of all ranks: their largest numbers, and the ways that each of them has."""
+    ways = {}
+    for way in runs[0].ways:
+        found = [run.ways[way] for run in runs if way in run.ways]
+        if len(found) == len(runs):
+            most = max(one.kept_bytes for one in found), max(one.seconds for one in found)
+            ways[way] = WayRun(kept_bytes=most[0], seconds=most[1])
+    largest: dict[str, Any] = {name: max(getattr(run, name) for run in runs) for name in _LARGEST}
+    return runs[0].model_copy(update={**largest, "ways": ways})
 
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:

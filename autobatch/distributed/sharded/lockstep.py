@@ -189,6 +189,10 @@ class Lockstep(Passes):
                 raise PassDiffers
         return self._call(collective, output, given)
 
+    def exchange(self, point: str, value: Any) -> list[Any]:
+        """Return the value of each rank at a point of an unknown pass; raise PassDropped if another rank drops it."""
+        return [values["value"] for values in self._agree([point], value=value)]
+
     def drop(self, *, short: str | None = None, again: str | None = None) -> None:
         """Drop the running pass, which all ranks will run again for the ``causes``.
 
@@ -278,9 +282,9 @@ class Lockstep(Passes):
         self.running = None
         reset(self._model)
 
-    def _agree(self, collective: list[Any] | None) -> None:
-        """Exchange which collective comes next; ``None``: the pass is over."""
-        gathered = self._gather(next=collective)
+    def _agree(self, collective: list[Any] | None, **values: Any) -> list[dict[str, Any]]:
+        """Exchange which collective comes next, and values; ``None``: the pass is over."""
+        gathered = self._gather(next=collective, **values)
         short = {rank: values["short"] for rank, values in enumerate(gathered) if "short" in values}
         if short:
             raise PassDropped(f"another rank ran out of memory ({self._channel.list_by_rank(short)})")
@@ -291,6 +295,7 @@ class Lockstep(Passes):
             raise self._agreement.refuse(
                 RankFailed("the ranks' passes differ: run the same sharded modules in the same order on every rank")
             )
+        return gathered
 
     def _gather(self, **values: Any) -> list[dict[str, Any]]:
         """Exchange values in the running pass, and note the causes of all ranks to drop it."""

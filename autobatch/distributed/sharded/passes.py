@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -71,6 +71,11 @@ class Passes:
     def finish(self) -> None:
         """End the running pass, if any; raise PassDropped if another rank drops it."""
         self.running = None
+
+    def exchange(self, point: str, value: Any) -> list[Any]:
+        """Return the value of each rank at a point of a pass."""
+        assert self._agreement is not None  # noqa: S101 - narrows for mypy
+        return [values["value"] for values in self._agreement.gather(point, value=value)]
 
     def drop(self, *, short: str | None = None, again: str | None = None) -> None:
         """Drop the running pass, which all ranks will run again for the ``causes``.
