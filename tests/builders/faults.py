@@ -508,8 +508,10 @@ def plan_of(case: Case) -> autobatch.Plan:
     if case.chunked:
         chunked = ChunkedLoss(head=case.chunked, chunks=16, micro_batch_size=LARGEST, logits_bytes=0)
         plan = plan.model_copy(update={"chunked_loss": chunked})
-    if not case.recomputed:
-        return plan
+    return recompute_blocks(plan, case) if case.recomputed else plan
+
+
+def recompute_blocks(plan: autobatch.Plan, case: Case) -> autobatch.Plan:
     peak = plan.peak_bytes
     found = {"micro_batch_size": LARGEST, "plain_bytes": peak, "peak_bytes": peak, "slowdown": 0.0}
     found |= {"blocks": case.recomputed, "selective": case.selective}

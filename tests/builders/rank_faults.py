@@ -12,7 +12,20 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from faults import CASES, OUTCOMES, PLACES, Case, Judge, Training, _comparable, _seed, cut_into, places_of
+from faults import (
+    CASES,
+    CHECKPOINTED_CASES,
+    OUTCOMES,
+    PLACES,
+    Case,
+    Judge,
+    Training,
+    _comparable,
+    _seed,
+    cut_into,
+    places_of,
+    recompute_blocks,
+)
 from plans import SMALL, make_rank_plans
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -40,6 +53,8 @@ _UNSHARDED = ("encoder", "teacher", "forward", "reentrant", "several")
 
 SHARDED_CASES = [case for case in RANK_CASES if not case.scaled and not any(word in case.name for word in _UNSHARDED)]
 
+RECOMPUTED_CASES = [case for case in CHECKPOINTED_CASES if not case.scaled]
+
 
 class RankTraining(Training):
     summing: ClassVar[Summing] = IN_EACH
@@ -47,7 +62,8 @@ class RankTraining(Training):
     def _plan(self) -> autobatch.Plan:
         rank, size = dist.get_rank(), dist.get_world_size()
         weighed = self.case.weigh is not None
-        return make_rank_plans(_SHARES[:size], _LARGEST[rank], weighed=weighed, summing=self.summing, **SMALL)[rank]
+        plan = make_rank_plans(_SHARES[:size], _LARGEST[rank], weighed=weighed, summing=self.summing, **SMALL)[rank]
+        return recompute_blocks(plan, self.case) if self.case.recomputed else plan
 
     def _make_runner(self) -> autobatch.Runner:
         shared_step._SHORTEST_WAIT = 0.1  # the judge's own collective comes between a failed update and the next call
@@ -187,12 +203,13 @@ def prove_on_ranks(
 
     A position at which a rank did not answer within the group's timeout counts as hung, and is the last of its case.
     """
-    case = next(case for case in CASES if case.name == name)
+    cases = (*CASES, *CHECKPOINTED_CASES)
+    case = next(case for case in cases if case.name == name)
     training, options = KINDS[kind], {"earlier_steps": earlier_steps}
     judge, tally, wrong = RankJudge(case, training, **options), Counter[str](), list[str]()
     judge.plan()
     for failing, places in enumerate(_gather(places_of(case, training, **options))):
-        turn = CASES.index(case) + failing + earlier_steps
+        turn = cases.index(case) + failing + earlier_steps
         chosen = range(1, len(places) + 1, stride) if stride else choose_positions(places, count, every, turn)
         for position in chosen:
             outcome = judge.outcome(oom_at(position) if dist.get_rank() == failing else nullcontext())

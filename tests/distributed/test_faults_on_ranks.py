@@ -9,6 +9,7 @@ from itertools import chain
 import pytest
 from builders.rank_faults import (
     RANK_CASES,
+    RECOMPUTED_CASES,
     SHARDED_CASES,
     choose_positions,
     describe,
@@ -24,6 +25,7 @@ LIMIT = 24 * 3600
 NAMES = [case.name for case in RANK_CASES]
 KINDS = ("sharded", "sharded, summed once")
 SHARDED = [case.name for case in SHARDED_CASES]
+RECOMPUTED = [case.name for case in RECOMPUTED_CASES]
 CHOSEN = {"stride": 1} if IN_PROOF else {"count": 1, "every": 3}
 """Operations: each one, or one in each third place of a step, by turns."""
 
@@ -58,6 +60,15 @@ def test_an_oom_at_operations_of_a_step_on_each_rank(capsys):
 def test_an_oom_at_operations_of_a_sharded_step_on_each_rank(capsys):
     """One small model, whose gradients are clipped, in every run."""
     check(SHARDED[:1], 2, capsys, ({}, Counter()), kind=KINDS[0], count=6)
+
+
+@needs_sharding
+def test_an_oom_at_operations_of_a_sharded_step_that_recomputes_blocks(capsys):
+    """Memory may end in the recomputation, whole or selective, on one rank."""
+    first, second = RECOMPUTED
+    chosen = {"stride": 1} if IN_PROOF else {"count": 1}
+    check([first], 2, capsys, ({}, Counter()), kind=KINDS[0], **chosen)
+    check([second], 2, capsys, ({}, Counter()), kind=KINDS[1], earlier_steps=1, **chosen)
 
 
 def test_operations_are_chosen_in_each_place():

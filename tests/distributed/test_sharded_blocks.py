@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from workloads import bits_of, differences
 
 import autobatch
-from autobatch.fitting import choose_blocks
+from autobatch.fitting import choose_blocks, choose_faster
 from autobatch.records import SUMMINGS, Checkpointing
 from autobatch.testing import oom_at
 
@@ -104,6 +104,10 @@ def failing_step(model, inputs):
     if dist.get_rank() == 1 and "forward" in vars(model.blocks[0]):
         raise ValueError("my own bug")
     return loss
+
+
+def fail(*_, **__):
+    raise ValueError("my own bug")
 
 
 def fit(model, **changes):
@@ -213,6 +217,12 @@ def run_all():
     options = {"step": failing_step, "strategies": ["checkpoint"]}
     found["fails, would not fit"] = name_error(lambda: fit(model, budget=int(0.75 * need), **options))
     found["fails, fits"] = describe(fit(model, budget="1GiB", **options))
+    kept = choose_faster.faster_choices
+    if dist.get_rank():
+        choose_faster.faster_choices = fail  # before a trial, in which the other rank would wait
+    options = {"step": slow_step, "budget": int(1.2 * need), "strategies": ["checkpoint"]}
+    found["fails between trials"] = describe(fit(model, **options))
+    choose_faster.faster_choices = kept
     found["chunk_loss"] = name_error(lambda: fit(model, strategies=["chunk_loss", "checkpoint"]))
     found["unlike"] = name_error(lambda: fit(model, strategies="auto" if dist.get_rank() else None))
     found["changed"] = differences(bits_of(model, optimizer), before)
@@ -334,16 +344,17 @@ def test_a_block_that_cannot_be_recomputed_is_left_out_on_all_ranks(name, reason
     assert set(ways) <= set(recomputable) == set(BLOCKS[1:])
 
 
-def test_an_error_of_one_rank_while_blocks_are_measured_ends_that_on_all():
+def test_an_error_of_one_rank_while_blocks_are_chosen_ends_that_on_all():
     """Where the plain step does not fit, all raise an error that names it; where it fits, all have the plain plan."""
     first, second = results_of("fails, would not fit")
     assert first.startswith("RankFailed: ")
     assert second.startswith("DoesNotFit: ")
     assert all("rank 1" in text or "strategies=" in text for text in (first, second))
     assert all("ValueError: my own bug" in text for text in (first, second))
-    first, second = results_of("fails, fits")
-    assert first == second
-    assert first[1] is None
+    for name in ("fails, fits", "fails between trials"):
+        first, second = results_of(name)
+        assert first == second
+        assert first[1] is None
 
 
 @pytest.mark.parametrize("name", ["chunk_loss", "unlike"])
