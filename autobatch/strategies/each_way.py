@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
+from autobatch.errors import AutobatchError
 from autobatch.memory.device import Device, end_failed_backward
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Way
@@ -136,7 +137,7 @@ class _Runs:
         try:
             ran = replace(self.run(recomputing(forward, "selective")), returned=None)
         except Exception as error:
-            if is_oom(error):
+            if isinstance(error, AutobatchError) or is_oom(error):
                 raise
             reason = describe_error(error)
         else:
