@@ -118,11 +118,16 @@ class Plan(PlanRecord):
                 f"settings({show_value(framework)}): the ranks have different shares, {list(self.shares)}, and each "
                 f"rank of such a framework runs the same number of samples; plan with share='equal'"
             )
-        if self.checkpointing is not None:
-            _log.warning(
-                "the plan recomputes %s, and without that its size does not fit: checkpoint them in %s, too (%s)",
-                *(plural(len(self.checkpointing.blocks), "block"), framework, ", ".join(self.checkpointing.blocks)),
-            )
+        found = self.checkpointing
+        for verb, blocks, how in (
+            ("recomputes", found.recomputed if found else (), "checkpoint them"),
+            ("offloads", found.offloaded if found else (), "run them under torch.autograd.graph.save_on_cpu()"),
+        ):
+            if blocks:
+                _log.warning(
+                    "the plan %s %s, and without that its size does not fit: %s in %s, too (%s)",
+                    *(verb, plural(len(blocks), "block"), how, framework, ", ".join(blocks)),
+                )
         if self.chunked_loss is not None:
             _log.warning(
                 "the plan computes the loss of %s in chunks, and without that its size does not fit: use a cross "

@@ -32,11 +32,12 @@ Phase = Literal["forward", "loss", "backward", "gradients", "optimizer state", "
 # Ways in which a step may already save memory.
 Saving = Literal["activation checkpointing", "autocast", "16-bit parameters"]
 
-# Ways to run a block in less memory: recompute all of it in the backward pass, or what is cheap to compute.
-Way = Literal["checkpoint", "selective"]
+# Ways to run a block in less memory: recompute all of it in the backward pass, or what is cheap to compute, or keep in
+# host memory what the backward pass needs.
+Way = Literal["checkpoint", "selective", "offload"]
 
 # Ways to make a step fit whose smallest micro-batch does not.
-Strategy = Literal["checkpoint", "selective", "chunk_loss"]
+Strategy = Literal["checkpoint", "selective", "offload", "chunk_loss"]
 
 # How often gradients of sharded parameters are summed over the ranks, from the least memory to the fewest collectives.
 Summing = Literal["in each micro-batch", "once a step", "once a step, parameters stay gathered"]
@@ -144,9 +145,10 @@ class Trial(Record):
         ended_in: Phase that ran out of memory; ``None`` if none did. ``"gradients"``: a backward pass whose gradients
             alone exceed the limit. ``"optimizer state"``: the optimizer made its state.
         length: Length to which ``fit`` trimmed the samples, with ``by_length``.
-        checkpointed: Number of blocks that were recomputed in the backward pass, with ``strategies``.
+        checkpointed: Number of blocks that were recomputed in the backward pass, or offloaded, with ``strategies``.
         chunked: Whether the loss was computed in chunks, with ``strategies``.
         selective: Number of those that kept their matrix products and attention.
+        offloaded: Number of those that kept in host memory what their backward passes need.
     """
 
     micro_batch_size: Samples
@@ -166,6 +168,7 @@ class Trial(Record):
     checkpointed: Count = 0
     chunked: Flag = False
     selective: Count = 0
+    offloaded: Count = 0
 
     @property
     def pass_seconds(self) -> float:
@@ -193,11 +196,11 @@ class SizeAtLength(Record):
 
 
 class LeftOut(Record):
-    """A block that cannot be recomputed.
+    """A block that can run in none of the allowed ways.
 
     Attributes:
         block: Its name in the model.
-        reason: Why its recomputation would change the training.
+        reason: Why such a way would change the training.
     """
 
     block: Text
@@ -205,20 +208,21 @@ class LeftOut(Record):
 
 
 class Checkpointing(Record):
-    """Blocks of a model that a step recomputes in its backward pass, and what that saves and costs.
+    """Blocks of a model that a step recomputes in its backward pass, or offloads, and what that saves and costs.
 
     Attributes:
         blocks: Names of the blocks.
         candidates: Number of blocks among which they were chosen.
         micro_batch_size: Samples in the micro-batches of the two peaks.
-        plain_bytes: Predicted peak without recomputation, which does not fit.
+        plain_bytes: Predicted peak of the plain step, which does not fit.
         peak_bytes: Measured peak.
-        slowdown: Time of the recomputation, as a part of a micro-batch without it.
-        plain_size: Samples in the largest micro-batch that fits without recomputation; 0 if none does.
+        slowdown: Time that the blocks take longer, as a part of a plain micro-batch.
+        plain_size: Samples in the largest micro-batch that fits plainly; 0 if none does.
         saved_time: Time that a step saves by its larger micro-batches, as a part of the plain one, by trials; 0 if none
-            fits without recomputation.
-        left_out: Blocks that cannot be recomputed, with the reasons.
+            fits plainly.
+        left_out: Blocks that can run in none of the allowed ways, with the reasons.
         selective: Those of ``blocks`` that keep the results of matrix products and attention, and recompute the rest.
+        offloaded: Those of ``blocks`` that recompute nothing: host memory keeps what their backward passes need.
     """
 
     blocks: Annotated[tuple[Text, ...], LISTED, Field(min_length=1)]
@@ -231,30 +235,46 @@ class Checkpointing(Record):
     saved_time: Ratio = 0.0
     left_out: Annotated[tuple[LeftOut, ...], LISTED] = ()
     selective: Annotated[tuple[Text, ...], LISTED] = ()
+    offloaded: Annotated[tuple[Text, ...], LISTED] = ()
 
     @property
     def ways(self) -> dict[str, Way]:
         """Way of each block."""
-        return {block: "selective" if block in self.selective else "checkpoint" for block in self.blocks}
+        found: dict[str, Way] = dict.fromkeys(self.blocks, "checkpoint")
+        found.update(dict.fromkeys(self.selective, "selective"))
+        found.update(dict.fromkeys(self.offloaded, "offload"))
+        return found
+
+    @property
+    def recomputed(self) -> list[str]:
+        """Blocks that run again in the backward pass, whole or selectively."""
+        return [block for block, way in self.ways.items() if way != "offload"]
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Checkpointing:
         refuse_nested(self.blocks)
-        if unknown := [block for block in self.selective if block not in self.blocks]:
-            raise ValueError(f"block {unknown[0]} is in selective, and not in blocks")
+        others = [*self.selective, *self.offloaded]
+        if unknown := [block for block in others if block not in self.blocks]:
+            raise ValueError(f"block {unknown[0]} is in selective or offloaded, and not in blocks")
+        if twice := [block for block in self.selective if block in self.offloaded]:
+            raise ValueError(f"block {twice[0]} is in selective, and in offloaded")
         return self
 
     def __str__(self) -> str:
         """One line: ``checkpointing 9 of 24 blocks: 38.1 -> 21.7 GiB, +14 % time in micro-batches of 1``.
 
-        It ends in ``-20 % time with micro-batches of 8, 2 without`` if plain micro-batches fit, too.
+        It begins with ``offloading`` if no block is recomputed. It ends in ``-20 % time with micro-batches of 8, 2
+        without`` if plain micro-batches fit, too.
         """
         before, after = format_bytes(self.plain_bytes), format_bytes(self.peak_bytes)
         if before.split()[1] == after.split()[1]:
             before = before.split()[0]
-        blocks = f"checkpointing {len(self.blocks)} of {plural(self.candidates, 'block')}"
+        verb = "checkpointing" if self.recomputed else "offloading"
+        blocks = f"{verb} {len(self.blocks)} of {plural(self.candidates, 'block')}"
         if self.selective:
             blocks += f", {len(self.selective)} of them selectively"
+        if self.recomputed and self.offloaded:
+            blocks += f", {len(self.offloaded)} of them offloaded"
         time = f"+{100 * self.slowdown:.0f} % time in micro-batches of {self.micro_batch_size}"
         if self.plain_size:
             sizes = f"micro-batches of {self.micro_batch_size}, {self.plain_size} without"

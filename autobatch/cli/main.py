@@ -145,7 +145,7 @@ def fit(
     ] = None,
     strategies: Annotated[
         Literal["auto"] | None,
-        typer.Option(help="Compute the loss in chunks and recompute blocks where that makes a step fit, or faster."),
+        typer.Option(help="Let the loss run in chunks, or blocks in less memory, where a step then fits or is faster."),
     ] = None,
     no_reuse: Annotated[
         bool, typer.Option("--no-reuse", help="Search, even if an earlier plan could be confirmed.")

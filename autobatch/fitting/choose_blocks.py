@@ -1,8 +1,8 @@
-"""Chooses the blocks to recompute where the smallest micro-batch does not fit.
+"""Chooses the blocks to recompute or offload where the smallest micro-batch does not fit.
 
-1. One pass measures what each block keeps and costs in each way, and which blocks cannot be recomputed.
-2. A trial with all others recomputed, each in the way that holds least, says whether any choice can fit. It also
-   says what the rest of the step takes.
+1. One pass measures what each block keeps and costs in each way, and which blocks can run in none.
+2. A trial with all others in the way that holds least says whether any choice can fit. It also says what the rest of
+   the step takes.
 3. Choices whose predicted peak may fit are tried, the cheapest first, until one fits.
 """
 
@@ -21,6 +21,8 @@ from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.fitting.make_plan import Request
 from autobatch.fitting.options import read_strategies
 from autobatch.fitting.trials import Trials
+from autobatch.memory.device import Device
+from autobatch.memory.devices import has_own_memory
 from autobatch.memory.oom import describe_error
 from autobatch.records import Checkpointing, LeftOut, Strategy, Trial
 from autobatch.step.model_info import is_compiled
@@ -37,12 +39,20 @@ _WITH_SHARDS: tuple[Strategy, ...] = ("checkpoint", "selective")
 """Strategies that are supported where parameters are sharded."""
 
 
-def allow_strategies(given: Any, workload: Workload, *, are_sharded: bool) -> tuple[Strategy, ...]:
+def allow_strategies(given: Any, workload: Workload, memory: Device, *, are_sharded: bool) -> tuple[Strategy, ...]:
     """Return the strategies that were asked for; raise InvalidArgument where one could not be applied exactly.
 
-    ``"auto"`` leaves out those that are not supported with sharded parameters.
+    Offload is left out where the device's memory is the host's. ``"auto"`` leaves out those that are not supported with
+    sharded parameters.
     """
     strategies = read_strategies(given)
+    if not has_own_memory(memory):
+        if strategies == ("offload",):
+            raise InvalidArgument(
+                f"strategies=['offload'] keeps activations in host memory, and that of {memory.torch_device} is host "
+                f"memory: pass 'auto', or leave strategies= out"
+            )
+        strategies = tuple(one for one in strategies if one != "offload")
     if are_sharded:
         unsupported = [one for one in strategies if one not in _WITH_SHARDS]
         if unsupported and given != "auto":
@@ -71,10 +81,10 @@ def allow_strategies(given: Any, workload: Workload, *, are_sharded: bool) -> tu
 
 
 def choose_blocks(request: Request, trials: Trials, size: int) -> None:
-    """Let ``trials`` recompute the cheapest choice of blocks with which so many samples fit.
+    """Let ``trials`` run the cheapest choice of blocks with which so many samples fit in other ways.
 
     Raises:
-        DoesNotFit: No choice fits, or no block can be recomputed.
+        DoesNotFit: No choice fits, or no block has such a way.
     """
     trials.probe.savings.add("activation checkpointing")  # so that it is not advised
     plain = trials.explain()
@@ -82,7 +92,7 @@ def choose_blocks(request: Request, trials: Trials, size: int) -> None:
         raise DoesNotFit(f"{plain}; strategies= needs a device that reports its memory")
     blocks = find_blocks(request.workload.model)
     if not blocks:
-        raise DoesNotFit(f"{plain}; strategies= found no blocks in ModuleLists or Sequentials to recompute")
+        raise DoesNotFit(f"{plain}; strategies= found no blocks in ModuleLists or Sequentials")
     try:
         measured = measure(request, trials, blocks, size)
     except AutobatchError:  # of another rank
@@ -98,7 +108,7 @@ def choose_blocks(request: Request, trials: Trials, size: int) -> None:
     trials.recompute(useful)
     most = trials.run(size)
     if most.outcome != "fits":
-        tried = f"strategies= recomputed {plural(len(useful), 'block')}, which is not enough"
+        tried = f"strategies= ran {plural(len(useful), 'block')} in less memory, which is not enough"
         raise DoesNotFit(f"{trials.explain()}; {tried}{_explain(measured.left_out)}")
     rest = held_bytes(most) - measured.peak(useful)
     trial = _try_choices(request, trials, measured, most)
@@ -112,7 +122,7 @@ def choose_blocks(request: Request, trials: Trials, size: int) -> None:
 
 
 def measure(request: Request, trials: Trials, blocks: Sequence[str], size: int) -> BlockMeasurement | str:
-    """Measure the blocks on so many samples, and note which can be recomputed; return the reason why it cannot be."""
+    """Measure the blocks on so many samples, and note which can be recomputed; return the reason if that fails."""
     request.announce("measuring what blocks of the model keep")
     found, left_out = list[BlockMeasurement](), dict[str, str]()
 
@@ -160,6 +170,7 @@ def describe(
     return Checkpointing(
         blocks=tuple(trials.ways),
         selective=tuple(block for block, way in trials.ways.items() if way == "selective"),
+        offloaded=tuple(block for block, way in trials.ways.items() if way == "offload"),
         candidates=measured.candidates,
         micro_batch_size=trial.micro_batch_size,
         plain_bytes=plain_bytes,
@@ -173,4 +184,4 @@ def describe(
 def _explain(left_out: Mapping[str, str]) -> str:
     shown = [f"{block} ({reason})" for block, reason in [*left_out.items()][:_REASONS_SHOWN]]
     more = f" and {len(left_out) - len(shown)} more" if len(left_out) > len(shown) else ""
-    return f"; cannot be recomputed: {', '.join(shown)}{more}" if shown else ""
+    return f"; left out: {', '.join(shown)}{more}" if shown else ""

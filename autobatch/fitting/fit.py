@@ -140,12 +140,14 @@ def fit(
             ``"chunk_loss"`` computes a cross entropy in chunks of its classes where one sample does not fit;
             ``plan.chunked_loss`` names the layer.
             ``"checkpoint"`` recomputes blocks of the model in the backward pass, with the same gradient.
-            ``"selective"`` keeps their matrix products and attention, and recomputes the rest. If the smallest
-            micro-batch does not fit, the cheapest choice of blocks and ways whose trial fits is taken. If it does,
-            ``objective="throughput"`` recomputes blocks for larger micro-batches only where trials show that a step
-            takes 5 % less time. ``plan.checkpointing`` names the blocks. ``Runner`` recomputes them, and all of
-            ``plan.recomputable``, whole, where one sample does not fit any more. With ``fully_shard`` ``"auto"`` leaves
-            ``"chunk_loss"`` out.
+            ``"selective"`` keeps their matrix products and attention, and recomputes the rest. ``"offload"`` recomputes
+            nothing: what the backward pass needs goes from a CUDA card to host memory, and comes back. Blocks that
+            draw from NumPy or move statistics can run so too. If the smallest micro-batch does not fit, the cheapest
+            choice of blocks and ways whose trial fits is taken, by times that were measured on this device. If it does,
+            ``objective="throughput"`` uses these ways for larger micro-batches only where trials show that a step
+            takes 5 % less time. ``plan.checkpointing`` names the blocks. ``Runner`` runs them so, and recomputes all
+            of ``plan.recomputable``, whole, where one sample does not fit any more. With ``fully_shard`` ``"auto"``
+            leaves ``"chunk_loss"`` and ``"offload"`` out.
 
     Returns:
         The plan. Its size has run.
@@ -199,7 +201,9 @@ def fit(
                             *(workload, memory, allowance, state, division, wanted, source, lengths, hooks),
                             ledger=remembered,
                             budget_passed=budget is not None,
-                            strategies=allow_strategies(strategies, workload, are_sharded=division.trials.are_shared),
+                            strategies=allow_strategies(
+                                strategies, workload, memory, are_sharded=division.trials.are_shared
+                            ),
                         )
                         found = search(request)
                         rates.append({"rate": found.rate})
@@ -278,7 +282,8 @@ def _compare(request: Request, found: Found) -> Verdict:
     request.announce("comparing the gradients of the whole and of its parts")
     is_far = found.curve is not None and _FAR * found.curve.peak_reserved(planned.most) < limit
     # With all blocks recomputed that can be: the check holds more than a step, and the gradient is the same.
-    workload = recompute(chunked(request.workload, found.chunked_loss), whole(found.recomputable))
+    ways = {**(found.checkpointing.ways if found.checkpointing else {}), **whole(found.recomputable)}
+    workload = recompute(chunked(request.workload, found.chunked_loss), ways)
     with nullcontext() if is_far else memory.limit(limit):
         return check_split(
             workload,

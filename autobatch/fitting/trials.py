@@ -120,6 +120,7 @@ class Trials:
         strategies = {
             "checkpointed": len(self.ways),
             "selective": [*self.ways.values()].count("selective"),
+            "offloaded": [*self.ways.values()].count("offload"),
             "chunked": self.chunked_loss is not None,
         }
         trial = trial.model_copy(update={"length": length, **strategies})

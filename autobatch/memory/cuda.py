@@ -157,6 +157,8 @@ class CudaDevice(Device):
     def reclaim(self) -> None:
         super().reclaim()
         torch.cuda.empty_cache()
+        if empty := getattr(torch.accelerator, "empty_host_cache", None):  # of pinned memory; older releases lack it
+            empty()
 
 
 def find_fraction(limit_bytes: int, total_bytes: int) -> float:

@@ -69,6 +69,11 @@ def _make_device(torch_device: torch.device) -> Device:
     return CudaDevice(torch_device) if torch_device.type == "cuda" else UnmonitoredDevice(torch_device)
 
 
+def has_own_memory(device: Device) -> bool:
+    """Return whether what is moved to the host frees memory of the device."""
+    return isinstance(device, CudaDevice) and not device.shares_host_memory
+
+
 def _find_home(parameters: Sequence[torch.Tensor], model_name: str) -> torch.device:
     if not parameters:
         raise InvalidArgument(f"{model_name} has no parameters: there is nothing to train")

@@ -199,15 +199,17 @@ class PlanRecord(Record):
     def longest_trials(self) -> tuple[Trial, ...]:
         """The attempts at ``micro_batch_size`` and its neighbours; with lengths, those of the longest samples.
 
-        Attempts in which other blocks were recomputed, or with another loss, are left out.
+        Attempts in which other blocks ran in other ways, or with another loss, are left out.
         """
         longest = self.lengths[-1].length if self.lengths else None
         found, is_chunked = self.checkpointing, self.chunked_loss is not None
-        chosen = (len(found.blocks), len(found.selective), is_chunked) if found else (0, 0, is_chunked)
+        counts = (len(found.blocks), len(found.selective), len(found.offloaded)) if found else (0, 0, 0)
         return tuple(
             trial
             for trial in self.trials
-            if trial.length in (None, longest) and (trial.checkpointed, trial.selective, trial.chunked) == chosen
+            if trial.length in (None, longest)
+            and (trial.checkpointed, trial.selective, trial.offloaded) == counts
+            and trial.chunked == is_chunked
         )
 
     @property

@@ -53,7 +53,7 @@ def plan_sections(plan: PlanRecord) -> Iterator[Section]:
 
 def _choice_sections(plan: PlanRecord) -> Iterator[Section]:
     if plan.checkpointing is not None:
-        yield Section("Recomputed blocks", lines=[*_explain_checkpointing(plan.checkpointing)])
+        yield Section("Blocks in less memory", lines=[*_explain_checkpointing(plan.checkpointing)])
     if plan.chunked_loss is not None:
         yield Section("Loss in chunks", lines=[str(plan.chunked_loss)])
     if plan.summing_trials:
@@ -107,7 +107,8 @@ def _facts_table(plan: PlanRecord) -> Table:
 
 def _explain_checkpointing(found: Checkpointing) -> Iterator[str]:
     yield f"{found}; both peaks are of {plural(found.micro_batch_size, 'sample')}, the first one is predicted"
-    for way, title in (("checkpoint", "Recomputed"), ("selective", "Recomputed selectively")):
+    titles = {"checkpoint": "Recomputed", "selective": "Recomputed selectively", "offload": "Offloaded"}
+    for way, title in titles.items():
         if blocks := [block for block, own in found.ways.items() if own == way]:
             yield f"{title}: {', '.join(blocks)}"
     for one in found.left_out:

@@ -1,11 +1,10 @@
-"""Finds the blocks of a model that may be recomputed, and measures each in one forward pass of a step.
+"""Finds the blocks of a model that may run in less memory, and measures each in one forward pass of a step.
 
 1. Blocks are the entries of ModuleLists and Sequentials that consist of several modules.
 2. While the step runs, each block runs plainly and in each other way, from the same inputs and generators
    (``each_way.py``). This needs no more memory than one block, so it works where the whole step does not fit.
-3. The plain run says what the block keeps and computes, the others what recomputing it takes, and what each keeps.
-4. A way whose run differs, in a gradient or in what the model holds, is left out; so is a block that has none left,
-   with the reason.
+3. The plain run says what the block keeps and computes, the others what each takes and keeps.
+4. A way whose run is another training is left out; so is a block that has none left, with the reason.
 
 The step's own graph is cut at each block, so that its backward pass runs the part after the last block alone.
 
@@ -38,7 +37,7 @@ from autobatch.strategies.each_way import Call, EachWay, run_each_way
 from autobatch.torch_internals.storages import bytes_of
 
 _LISTS = (nn.ModuleList, nn.Sequential)
-_LARGEST = ("saved_bytes", "input_bytes", "keeps_input", "again_bytes", "flops")
+_LARGEST = ("saved_bytes", "input_bytes", "keeps_input", "again_bytes", "again_seconds", "flops")
 _ALONE = SharedTrials(None)
 
 
@@ -72,9 +71,9 @@ class BlockMeasurement:
 
     Attributes:
         candidates: Number of blocks.
-        runs: Calls of blocks that can be recomputed, in order.
+        runs: Calls of blocks that can run in another way, in order.
         head_bytes: Most bytes at once after the last block, beyond those held at its end.
-        left_out: Blocks that cannot be recomputed, each with the reason.
+        left_out: Blocks that cannot, each with the reason.
     """
 
     candidates: int
@@ -101,7 +100,7 @@ def measure_blocks(
 
     What it changes is the caller's to restore.
 
-    Adds the blocks that cannot be recomputed to ``left_out``, with the reason, even if the step runs out of memory.
+    Adds the blocks that can run in no such way to ``left_out``, with the reason, even if the step runs out of memory.
     """
     modules = find_modules(workload.model, blocks)
     names = {id(module): name for name, module in modules.items()}
@@ -208,6 +207,7 @@ class _Pass:
             keeps_input=ran.saves_input,
             fed_by=next(filter(None, fed), ""),
             again_bytes=ran.again_bytes,
+            again_seconds=ran.again_seconds,
             flops=ran.flops,
             ways=ran.ways,
         )
@@ -229,12 +229,11 @@ class _Pass:
 
 def _join(runs: Sequence[BlockRun]) -> BlockRun:
     """Return one run for those of all ranks: their largest numbers, and the ways that each of them has."""
-    ways = {}
-    for way in runs[0].ways:
-        found = [run.ways[way] for run in runs if way in run.ways]
-        if len(found) == len(runs):
-            most = max(one.kept_bytes for one in found), max(one.seconds for one in found)
-            ways[way] = WayRun(kept_bytes=most[0], seconds=most[1])
+    common = [way for way in runs[0].ways if all(way in run.ways for run in runs)]
+    ways = {
+        way: WayRun(**{name: max(getattr(run.ways[way], name) for run in runs) for name in WayRun.model_fields})
+        for way in common
+    }
     largest: dict[str, Any] = {name: max(getattr(run, name) for run in runs) for name in _LARGEST}
     return runs[0].model_copy(update={**largest, "ways": ways})
 

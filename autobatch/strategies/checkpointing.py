@@ -1,7 +1,8 @@
-"""Recomputes chosen blocks of a model in the backward pass, whole or in part, instead of keeping their activations.
+"""Runs chosen blocks of a model in ways that keep fewer activations: recomputed whole or in part, or offloaded.
 
-``torch.utils.checkpoint`` stands around the forward pass of each block only while the step runs: between steps, and in
-copies of the model, nothing has changed. The backward pass needs no more, since torch keeps what it calls again.
+``torch.utils.checkpoint``, or what copies to the host, stands around the forward pass of each block only while the step
+runs: between steps, and in copies of the model, nothing has changed. The backward pass needs no more, since torch keeps
+what it calls again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autobatch.step.model_info import is_compiled
 from autobatch.step.whole_batch import WholeBatch
 from autobatch.step.workload import Workload
 from autobatch.strategies.choice import Ways, whole
+from autobatch.strategies.offloading import HostRoom, offloading
 
 Forward = Callable[..., Any]
 
@@ -39,8 +41,8 @@ def checkpointed(workload: Workload, chosen: Checkpointing | None, recomputable:
     can_switch = not is_compiled(workload.model, workload.step)
     if chosen is not None and not can_switch:
         raise InvalidArgument(
-            f"the plan recomputes {plural(len(chosen.blocks), 'block')}, which is not supported with torch.compile: "
-            f"pass the model that is not compiled, or run fit() without strategies="
+            f"the plan changes how {plural(len(chosen.blocks), 'block')} run, which is not supported with "
+            f"torch.compile: pass the model that is not compiled, or run fit() without strategies="
         )
     known = {name for name, _ in workload.model.named_modules()}
     reserve = recomputable if can_switch and known.issuperset(recomputable) else ()
@@ -65,9 +67,12 @@ def recompute_more(workload: Workload) -> int:
 
 
 def explain_recomputed(workload: Workload) -> str:
-    """Return a part of a message that says how many blocks the step recomputes; empty if none."""
+    """Return a part of a message that says how many blocks the step recomputes and offloads; empty if none."""
     step = _find_step(workload)
-    return f"; already recomputed: {plural(len(step.blocks), 'block')}" if step is not None and step.blocks else ""
+    ways = [] if step is None else [*step.ways.values()]
+    moved = ways.count("offload")
+    counts = {"recomputed": len(ways) - moved, "offloaded": moved}
+    return "".join(f"; already {what}: {plural(count, 'block')}" for what, count in counts.items() if count)
 
 
 def _find_step(workload: Workload) -> CheckpointedStep | None:
@@ -80,19 +85,19 @@ def find_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]
     known = dict(model.named_modules())
     if missing := [name for name in names if name not in known]:
         raise InvalidArgument(
-            f"the plan recomputes {plural(len(names), 'block')}, and {type(model).__name__} has no {missing[0]}: pass "
-            f"the model that the plan was made for, or run fit() again"
+            f"the plan changes how {plural(len(names), 'block')} run, and {type(model).__name__} has no {missing[0]}: "
+            f"pass the model that the plan was made for, or run fit() again"
         )
     return {name: known[name] for name in names}
 
 
 @dataclass(eq=False)
 class CheckpointedStep:
-    """A step that recomputes some blocks in its backward pass.
+    """A step that runs some blocks in ways that keep fewer activations.
 
     Attributes:
         step: The step itself.
-        blocks: Modules that are recomputed, by name; none is inside another.
+        blocks: Modules of these blocks, by name; none is inside another.
         ways: Way of each.
         reserve: Modules that are recomputed too after ``recompute_more``.
     """
@@ -115,7 +120,12 @@ class CheckpointedStep:
 
     @cached_property
     def _norms(self) -> list[_BatchNorm]:
-        return [one for block in self.blocks.values() for one in _find_norms(block)]
+        recomputed = [block for name, block in self.blocks.items() if self.ways[name] != "offload"]
+        return [one for block in recomputed for one in _find_norms(block)]
+
+    @cached_property
+    def _room(self) -> HostRoom:
+        return HostRoom.read()  # once: torch keeps what it has pinned
 
     def __call__(self, model: nn.Module, samples: Any) -> Any:
         """Return what the step returns.
@@ -131,11 +141,17 @@ class CheckpointedStep:
         for name, block in self.blocks.items():
             if _find(model, name) is not block:
                 raise InvalidArgument(
-                    f"the plan recomputes {name}, which was replaced by another module since the Runner was made: "
-                    f"run fit() again"
+                    f"the plan changes how {name} runs, and that block was replaced by another module since the "
+                    f"Runner was made: run fit() again"
                 )
         ways = {block: self.ways[name] for name, block in self.blocks.items()}
-        with replaced_forward([*ways], lambda block, forward: recomputing(forward, ways[block])):
+        room = replace(self._room) if "offload" in ways.values() else HostRoom(0)
+
+        def around(block: nn.Module, forward: Forward) -> Forward:
+            way = ways[block]
+            return offloading(block, forward, room) if way == "offload" else recomputing(forward, way)
+
+        with replaced_forward([*ways], around):
             return self.step(model, samples)
 
 

@@ -1,4 +1,4 @@
-"""Decides which blocks to recompute, and in which way, without torch.
+"""Decides which blocks to recompute or offload, and in which way, without torch.
 
 1. A measurement has the runs of all blocks in order (``BlockRun``), and what the rest of the step holds at most.
 2. ``predict_peak`` says what a choice (``Ways``) would hold at once. It is the largest of the moments at which memory
@@ -10,7 +10,7 @@ A prediction is only a filter: the first choice whose trial fits is taken.
 
 Invariants, asserted by the tests:
 
-- Among choices that fit, the one with the least recomputation is taken, unless there are too many kinds of blocks.
+- Among choices that fit, the cheapest one is taken, unless there are too many kinds of blocks.
 - Nothing is predicted to fit that a trial has not run.
 """
 
@@ -33,6 +33,9 @@ _MOST_CHOICES = 20_000
 _WIDER = 1.3
 """Blocks whose costs and bytes differ by up to this factor, or a power of it, count as one kind if there are more."""
 
+_WIDEST = 100.0
+"""Beyond this factor, blocks of a kind also change their way some at a time."""
+
 Ways = Mapping[str, Way]
 """Way of each chosen block; all others run plainly."""
 
@@ -47,10 +50,12 @@ class WayRun(Record):
 
     Attributes:
         kept_bytes: Bytes of ``BlockRun.saved_bytes`` that it keeps.
+        again_bytes: Most bytes at once in its forward and backward pass.
         seconds: Time that it takes beyond the plain way.
     """
 
     kept_bytes: Bytes
+    again_bytes: Bytes
     seconds: Seconds
 
 
@@ -64,9 +69,10 @@ class BlockRun(Record):
         input_bytes: Bytes of inputs that no earlier block had.
         keeps_input: Whether its backward pass needs them.
         fed_by: Block whose saved bytes include these inputs; empty if none does.
-        again_bytes: Most bytes at once while it is recomputed and runs backward.
+        again_bytes: Most bytes at once in its forward and backward pass in the plain way.
+        again_seconds: Time of its recomputation; of its forward pass if it cannot be recomputed.
         flops: Operations of its forward pass.
-        ways: Ways in which it may run, ``"checkpoint"`` among them.
+        ways: Ways in which it may run.
     """
 
     block: Text
@@ -76,6 +82,7 @@ class BlockRun(Record):
     keeps_input: bool
     fed_by: Text = ""
     again_bytes: Bytes
+    again_seconds: Seconds
     flops: Count
     ways: dict[Way, WayRun]
 
@@ -84,8 +91,12 @@ class BlockRun(Record):
 
         Bytes decide between blocks without a matrix product.
         """
-        part = 1.0 if way == "checkpoint" else self.ways[way].seconds / max(self.ways["checkpoint"].seconds, SHORTEST)
+        part = 1.0 if way == "checkpoint" else self.ways[way].seconds / max(self.again_seconds, SHORTEST)
         return (self.flops + 1e-6 * self.saved_bytes) * part
+
+    def holds_input(self, way: Way | None) -> bool:
+        """Return whether it holds its inputs; a recomputation begins with them."""
+        return self.keeps_input or way not in (None, "offload")
 
     @property
     def numbers(self) -> tuple[object, ...]:
@@ -97,15 +108,17 @@ def even_out(runs: Sequence[BlockRun]) -> list[BlockRun]:
     """Return the runs with the median times of their kind: single ones differ by a third on a busy machine."""
     times: dict[object, list[float]] = {}
     for run in runs:
+        times.setdefault(run.numbers, []).append(run.again_seconds)
         for way, one in run.ways.items():
             times.setdefault((way, run.numbers), []).append(one.seconds)
     return [
         run.model_copy(
             update={
+                "again_seconds": median(times[run.numbers]),
                 "ways": {
                     way: one.model_copy(update={"seconds": median(times[way, run.numbers])})
                     for way, one in run.ways.items()
-                }
+                },
             }
         )
         for run in runs
@@ -120,11 +133,11 @@ def predict_peak(runs: Sequence[BlockRun], chosen: Ways, head_bytes: int) -> int
     held = peak = 0
     for run in runs:
         way = chosen.get(run.block)
-        if (way or run.keeps_input) and (not run.fed_by or run.fed_by in chosen):
+        if run.holds_input(way) and (not run.fed_by or run.fed_by in chosen):
             held += run.input_bytes
         kept = run.saved_bytes if way is None else run.ways[way].kept_bytes
         held += kept
-        peak = max(peak, held + run.again_bytes - kept)
+        peak = max(peak, held + (run if way is None else run.ways[way]).again_bytes - kept)
     return max(peak, held + head_bytes)
 
 
@@ -138,7 +151,8 @@ def useful_ways(runs: Sequence[BlockRun], allowed: Collection[Way]) -> dict[str,
         saved: dict[Way, int] = {}
         for way in allowed:
             if all(way in run.ways for run in own):
-                inputs = sum(0 if run.keeps_input or run.fed_by else run.input_bytes for run in own)
+                begun = [run for run in own if run.holds_input(way) and not run.keeps_input]
+                inputs = sum(run.input_bytes for run in begun if not run.fed_by)
                 saved[way] = sum(run.saved_bytes - run.ways[way].kept_bytes for run in own) - inputs
         cheapest = math.inf
         for way in sorted(saved, key=lambda way: -saved[way]):
@@ -160,10 +174,11 @@ def again_seconds(runs: Sequence[BlockRun], chosen: Ways) -> float:
 
 def choices(runs: Sequence[BlockRun], allowed: Collection[Way]) -> Iterator[dict[str, Way]]:
     """Yield choices of one useful block or more in allowed ways, the cheapest first."""
-    useful, width = useful_ways(runs, allowed), 1.0
+    useful, width, step = useful_ways(runs, allowed), 1.0, 1
     kinds = _kinds(runs, useful, width)
-    while math.prod(math.comb(len(kind) + len(useful[kind[0]]), len(kind)) for kind in kinds) > _MOST_CHOICES:
+    while math.prod(_count(kind, useful[kind[0]], step) for kind in kinds) > _MOST_CHOICES:
         width *= _WIDER
+        step += width > _WIDEST
         kinds = _kinds(runs, useful, width)
     own = _by_block(runs)
     divisions = []
@@ -177,7 +192,7 @@ def choices(runs: Sequence[BlockRun], allowed: Collection[Way]) -> Iterator[dict
                     sum(costs[end] - costs[begin] for costs, begin, end in zip(sums, (0, *ends), ends, strict=False)),
                     ends,
                 )
-                for ends in combinations_with_replacement(range(len(kind) + 1), len(ways))
+                for ends in combinations_with_replacement(_places(kind, step), len(ways))
             ]
         )
     for taken in sorted(product(*divisions), key=lambda taken: sum(cost for cost, _ in taken)):
@@ -189,6 +204,16 @@ def choices(runs: Sequence[BlockRun], allowed: Collection[Way]) -> Iterator[dict
         }
         if chosen:
             yield {block: chosen[block] for block in useful if block in chosen}
+
+
+def _places(kind: Sequence[str], step: int) -> list[int]:
+    """Return the numbers of first blocks of a kind after which the way may change."""
+    return [*range(0, len(kind), step), len(kind)]
+
+
+def _count(kind: Sequence[str], ways: Sequence[Way], step: int) -> int:
+    """Return the number of ways to divide a kind among ways."""
+    return math.comb(len(_places(kind, step)) - 1 + len(ways), len(ways))
 
 
 def _by_block(runs: Sequence[BlockRun]) -> dict[str, list[BlockRun]]:

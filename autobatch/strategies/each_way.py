@@ -1,11 +1,15 @@
-"""Runs one block plainly and in each other way, and judges whether these are the same training."""
+"""Runs one block plainly and in each other way, and judges whether these are the same training.
+
+A recomputed run has to have the gradients of the plain one, and to leave what that has left. A run with offload repeats
+nothing: it is judged by itself, and has to get back from the host, bit for bit, what it has saved.
+"""
 
 from __future__ import annotations
 
 import pickle
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,11 +24,15 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Way
 from autobatch.strategies.checkpointing import Forward, recomputing
 from autobatch.strategies.choice import WayRun
+from autobatch.strategies.offloading import Copy, HostCopies, HostRoom, bytes_in, offloading
 from autobatch.torch_internals.storages import bytes_of, storages_of
 from autobatch.undo.module_state import ModuleState
 from autobatch.undo.random_state import RandomState
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_WAYS: Sequence[Way] = ("offload", "selective", "checkpoint")
+"""In the order of their runs. The last one always runs: it says what a block takes again."""
+
 _EXACT = 1e-12  # of the norm of a gradient
 _ROUNDING = 16  # in units of the dtype's rounding, for operators that add up in another order each time
 
@@ -34,7 +42,7 @@ class EachWay:
     """One call of a block that ran in each way. Fields that a ``BlockRun`` has too mean the same there.
 
     Attributes:
-        returned: Outputs of the recomputed run.
+        returned: Outputs of the last run.
         reason: Why the block can run in none of the allowed ways; empty if it can.
         has_gradient: Whether an output has one; without, the block ran once, plainly.
         saves_input: Whether its backward pass needs its inputs.
@@ -48,6 +56,7 @@ class EachWay:
     saves_output: bool = False
     saved_bytes: int = 0
     again_bytes: int = 0
+    again_seconds: float = 0.0
     flops: int = 0
     ways: dict[Way, WayRun] = field(default_factory=dict)
 
@@ -67,25 +76,40 @@ def run_each_way(
     saves_output, output_bytes = saved.drop(outputs), sum(map(bytes_of, outputs))
     runs.directions = [*map(_direction, outputs)]
     del inputs, outputs, returned
-    runs.begin(model, runs.run(forward))
-    partly: _Ran | str = runs.try_selectively(forward) if "selective" in allowed else ""
-    whole = runs.run(recomputing(forward, "checkpoint"))
-    reason = runs.compare(whole)
-    ways: dict[Way, WayRun] = {"checkpoint": WayRun(kept_bytes=0, seconds=runs.longer(whole))}
-    if isinstance(partly, _Ran):
-        ways["selective"] = WayRun(kept_bytes=max(partly.held_bytes - whole.held_bytes, 0), seconds=runs.longer(partly))
-    elif "checkpoint" not in allowed:
-        reason = reason or partly
+    plain = runs.run(forward)
+    runs.begin(model, plain)
+    found, reasons = dict[Way, _Ran](), dict[Way, str]()
+    for way in _WAYS:
+        if way in allowed or way == "checkpoint":
+            ran = runs.try_way(way, forward)
+            if isinstance(ran, str):
+                reasons[way] = ran
+            else:
+                found[way] = ran
+    if "checkpoint" in reasons:
+        found.pop("selective", None)  # it is the same recomputation, of less
+    if runs.returned is None:  # the last run has failed
+        runs.run(forward)
+    whole, freed_bytes = found.get("checkpoint"), 0 if saves_output else output_bytes
+    outputs_held = output_bytes if whole is None else whole.held_bytes
     return EachWay(
-        returned=whole.returned,
-        reason=reason,
+        returned=runs.returned,
+        reason="" if found.keys() & {*allowed} else next(reasons[way] for way in allowed if way in reasons),
         has_gradient=True,
         saves_input=saved.has_input,
         saves_output=saves_output,
         saved_bytes=saved.byte_count,
-        again_bytes=max(whole.peak_bytes - (0 if saves_output else output_bytes), 0),
+        again_bytes=max((whole or plain).peak_bytes - freed_bytes, 0),
+        again_seconds=plain.forward_seconds if whole is None else runs.longer(whole),
         flops=counter.get_total_flops(),
-        ways=ways,
+        ways={
+            way: WayRun(
+                kept_bytes=max(ran.held_bytes - outputs_held, 0),
+                again_bytes=max(ran.peak_bytes - freed_bytes, 0),
+                seconds=runs.longer(ran),
+            )
+            for way, ran in found.items()
+        },
     )
 
 
@@ -93,23 +117,29 @@ def run_each_way(
 class _Ran:
     """A run of both passes: its gradients, bytes after its forward pass and at most, and its time."""
 
-    returned: Any
     gradients: list[torch.Tensor | None]
     held_bytes: int
     peak_bytes: int
     seconds: float
+    forward_seconds: float
 
 
 class _Runs:
-    """Runs one call several times from the same generators, and compares each run with the plain one."""
+    """Runs one call several times from the same generators, and compares each run with the plain one.
+
+    Attributes:
+        directions: Gradients of the outputs.
+        returned: Outputs of the last run; ``None`` if it failed.
+    """
 
     def __init__(self, device: Device, block: nn.Module, call: Call) -> None:
-        self._device, self._call, self._versions = device, call, call.versions()
+        self._device, self._block, self._call, self._versions = device, block, call, call.versions()
         self._parameters = [one for one in block.parameters() if one.requires_grad]
         for one in self._parameters:  # gradients are there already, as in training: adding takes time and memory
             one.grad = torch.zeros_like(one)
         self._begun = self._ended = RandomState(device.torch_device)
         self.directions: list[torch.Tensor] = []
+        self.returned: Any = None
 
     def begin(self, model: nn.Module, plain: _Ran) -> None:
         """Take what the plain run has left as that which others must leave."""
@@ -117,6 +147,7 @@ class _Runs:
         self._state, self._ended = ModuleState([model]), RandomState(self._device.torch_device)
 
     def run(self, forward: Forward) -> _Ran:
+        self.returned = None
         self._begun.restore()
         for one in self._parameters:
             if one.grad is not None:
@@ -126,22 +157,27 @@ class _Runs:
         before, started = self._device.usage().allocated, time.perf_counter()
         inputs, outputs, returned = self._call.run(forward)
         held = self._device.usage().allocated
+        self._device.synchronize()
+        forward_seconds = time.perf_counter() - started
         torch.autograd.backward(outputs, self.directions)
         self._device.synchronize()
         seconds, peak = time.perf_counter() - started, self._device.usage().peak_allocated
         gradients = [_copy(one.grad) for one in (*inputs, *self._parameters)]
-        return _Ran(returned, gradients, held - before, peak - before, seconds)
+        self.returned = returned
+        return _Ran(gradients, held - before, peak - before, seconds, forward_seconds)
 
-    def try_selectively(self, forward: Forward) -> _Ran | str:
-        """Run selectively; return why that cannot be done, if so: torch keeps no result that is overwritten."""
+    def try_way(self, way: Way, forward: Forward) -> _Ran | str:
+        """Run in a way; return why that fails or is not the same training, if so."""
         try:
-            ran = replace(self.run(recomputing(forward, "selective")), returned=None)
+            if way != "offload":
+                ran = self.run(recomputing(forward, way))
+                return self.compare(ran) or ran
+            self.run(offloading(self._block, forward, HostRoom.read(), _ComparedCopies))
+            return self.run(offloading(self._block, forward, HostRoom.read()))
         except Exception as error:
             if isinstance(error, AutobatchError) or is_oom(error):
                 raise
             reason = describe_error(error)
-        else:
-            return self.compare(ran) or ran
         end_failed_backward()  # it holds what the failed run saved, and the next run is measured
         return reason
 
@@ -162,6 +198,19 @@ class _Runs:
         if self._state.find_written() or self._state.find_changed():
             return "its forward pass changes what the model holds, and would do so twice"
         return "it writes into its input" if self._versions != self._call.versions() else ""
+
+
+class _ComparedCopies(HostCopies):
+    """Copies in host memory, each compared with what it is a copy of when that is needed; no device has both."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        return tensor.detach(), super().pack(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        saved, (copy, *_) = packed
+        if isinstance(copy, Copy) and not torch.equal(copy.host, bytes_in(saved.untyped_storage()).cpu()):
+            raise RuntimeError("what it saves is written into before its backward pass, unknown to torch")
+        return saved  # type: ignore[no-any-return]
 
 
 class Call:

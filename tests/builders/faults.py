@@ -233,6 +233,7 @@ class Case:
     recomputed: tuple[str, ...] = ()
     chunked: str = ""
     selective: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
 
     def make_step(self, model: nn.Module) -> tuple[Callable[[nn.Module, Any], Any], tuple[Any, ...]]:
         """The step, and what it changes outside the model."""
@@ -254,9 +255,9 @@ def make_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 4))
 
 
-def make_blocks() -> nn.Module:
+def make_blocks(width: int = 8) -> nn.Module:
     """Two blocks that draw, and a head."""
-    blocks = [nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2)]
+    blocks = [nn.Sequential(nn.Linear(6, width), nn.Dropout(0.2), nn.Tanh(), nn.Linear(width, 6)) for _ in range(2)]
     return nn.Sequential(*blocks, nn.Linear(6, 4))
 
 
@@ -359,8 +360,14 @@ CHECKPOINTED_CASES = (
         recomputed=("0", "1"),
         selective=("1",),
     ),
+    Case(
+        "a block recomputed and one offloaded, AdamW foreach",
+        *(lambda: make_blocks(4096), adamw_foreach),  # one sample's activations have the bytes that are moved
+        recomputed=("0", "1"),
+        offloaded=("1",),
+    ),
 )
-"""Steps that recompute blocks: memory may end in the recomputation."""
+"""Steps that recompute or offload blocks: memory may end in the recomputation, or in a copy."""
 
 CHUNKED_CASES = (
     Case(
@@ -514,7 +521,7 @@ def plan_of(case: Case) -> autobatch.Plan:
 def recompute_blocks(plan: autobatch.Plan, case: Case) -> autobatch.Plan:
     peak = plan.peak_bytes
     found = {"micro_batch_size": LARGEST, "plain_bytes": peak, "peak_bytes": peak, "slowdown": 0.0}
-    found |= {"blocks": case.recomputed, "selective": case.selective}
+    found |= {"blocks": case.recomputed, "selective": case.selective, "offloaded": case.offloaded}
     chosen = Checkpointing(candidates=len(case.recomputed), **found)
     return plan.model_copy(update={"checkpointing": chosen})
 

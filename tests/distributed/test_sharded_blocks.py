@@ -94,7 +94,7 @@ def step(model, inputs):
 
 def slow_step(model, inputs):
     """A micro-batch has a cost of its own."""
-    time.sleep(0.05)
+    time.sleep(0.3)
     return step(model, inputs)
 
 

@@ -35,8 +35,9 @@ def make_run(number: int, saved: int = 100, flops: int = 10, **changes) -> Block
         "input_bytes": 10,
         "keeps_input": True,
         "again_bytes": saved + 20,
+        "again_seconds": 0.1,
         "flops": flops,
-        "ways": {"checkpoint": WayRun(kept_bytes=0, seconds=0.1)},
+        "ways": {"checkpoint": WayRun(kept_bytes=0, again_bytes=saved + 20, seconds=0.1)},
     }
     return BlockRun(**{**given, **changes})
 
@@ -93,11 +94,12 @@ def test_a_prediction_is_the_largest_of_its_moments(head):
 
 
 def make_both(number: int, whole_seconds: float, selective_seconds: float, **changes) -> BlockRun:
+    again = 20 + changes.get("saved", 100)
     ways = {
-        "checkpoint": WayRun(kept_bytes=0, seconds=whole_seconds),
-        "selective": WayRun(kept_bytes=40, seconds=selective_seconds),
+        "checkpoint": WayRun(kept_bytes=0, again_bytes=again, seconds=whole_seconds),
+        "selective": WayRun(kept_bytes=40, again_bytes=again, seconds=selective_seconds),
     }
-    return make_run(number, ways=ways, **changes)
+    return make_run(number, ways=ways, again_seconds=whole_seconds, **changes)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 8)), min_size=1, max_size=4))
@@ -132,3 +134,18 @@ def test_times_of_blocks_that_are_alike_are_evened_out():
         0.3,
         0.3,
     ]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("blocks", "count"), [(100, 3), (250, 2)])
+def test_many_blocks_with_several_ways_do_not_make_endless_choices(blocks, count):
+    """All of one kind: they then change their way in steps of several blocks, up to all of them."""
+    ways = {
+        way: WayRun(kept_bytes=10 * number, again_bytes=120, seconds=1.0 / (1 + number))
+        for number, way in enumerate(("checkpoint", "offload", "selective")[:count])
+    }
+    runs = [make_run(number, ways=ways, again_seconds=1.0) for number in range(blocks)]
+    found = [*choices(runs, [*ways])]
+    assert 1000 < len(found) <= 20_000
+    assert dict.fromkeys((run.block for run in runs), "offload") in found
+    assert found[-1] == whole(run.block for run in runs)

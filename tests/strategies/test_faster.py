@@ -177,8 +177,9 @@ def make_trial(size: int, pass_seconds: float) -> Trial:
 
 
 def make_runs(seconds: float) -> list[BlockRun]:
-    own = {"kind": "Block", "saved_bytes": 100, "input_bytes": 10, "keeps_input": True, "again_bytes": 120}
-    own["ways"] = {"checkpoint": WayRun(kept_bytes=0, seconds=seconds)}
+    own = {"kind": "Block", "saved_bytes": 100, "input_bytes": 10, "keeps_input": True}
+    own |= {"again_bytes": 120, "again_seconds": seconds}
+    own["ways"] = {"checkpoint": WayRun(kept_bytes=0, again_bytes=120, seconds=seconds)}
     return [BlockRun(block=f"blocks.{i}", flops=100, **own) for i in range(4)]
 
 

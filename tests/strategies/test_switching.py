@@ -293,10 +293,13 @@ def test_one_rank_alone_may_switch(kind):
 
 
 class Switching(Training):
-    """Training in micro-batches of one sample whose plan may recompute blocks, those of a selective case whole."""
+    """Training in micro-batches of one sample whose plan may recompute blocks whole that it runs in other ways."""
 
     def _plan(self) -> autobatch.Plan:
-        plan, sizes = plan_of(replace(self.case, recomputed=self.case.selective)), (1,) * SAMPLES
+        plan, sizes = (
+            plan_of(replace(self.case, recomputed=(*self.case.selective, *self.case.offloaded))),
+            (1,) * SAMPLES,
+        )
         own = {"micro_batch_size": 1, "micro_batch_sizes": sizes, "accumulation_steps": SAMPLES, "max_micro_batch": 1}
         return plan.model_copy(update={**own, "recomputable": self.case.recomputed})
 
