@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -83,16 +84,27 @@ def allow_strategies(given: Any, workload: Workload, memory: Device, *, are_shar
 def choose_blocks(request: Request, trials: Trials, size: int) -> None:
     """Let ``trials`` run the cheapest choice of blocks with which so many samples fit in other ways.
 
+    Blocks of the outermost lists are tried first: they keep the least. Recomputing one may take more than there is, as
+    with the stages of a ConvNeXt; then the blocks inside them are tried.
+
     Raises:
         DoesNotFit: No choice fits, or no block has such a way.
     """
     trials.probe.savings.add("activation checkpointing")  # so that it is not advised
-    plain = trials.explain()
+    plain, model = trials.explain(), request.workload.model
     if not request.memory.measures:
         raise DoesNotFit(f"{plain}; strategies= needs a device that reports its memory")
-    blocks = find_blocks(request.workload.model)
-    if not blocks:
+    outer, inner = find_blocks(model), find_blocks(model, innermost=True)
+    if not outer:
         raise DoesNotFit(f"{plain}; strategies= found no blocks in ModuleLists or Sequentials")
+    if inner != outer:
+        with suppress(DoesNotFit):
+            return _choose_among(outer, request, trials, size, plain)
+    return _choose_among(inner, request, trials, size, plain)
+
+
+def _choose_among(blocks: Sequence[str], request: Request, trials: Trials, size: int, plain: str) -> None:
+    """Let ``trials`` run the cheapest choice among these blocks; ``plain`` says why plain ones do not fit."""
     try:
         measured = measure(request, trials, blocks, size)
     except AutobatchError:  # of another rank
@@ -132,7 +144,8 @@ def measure(request: Request, trials: Trials, blocks: Sequence[str], size: int) 
         found.append(measure_blocks(*own, allowed=request.ways, shared=request.division.trials))
 
     if (shortage := trials.probe.examine(run, size)) is not None:
-        return f"a single block or the rest does not fit ({shortage}){_explain(left_out)}"
+        least = "too many blocks are left out, or one of them" if left_out else "a single block"
+        return f"{least} or the rest does not fit ({shortage}){_explain(left_out)}"
     trials.recomputable = tuple(useful_ways(found[-1].runs, [one for one in request.ways if one == "checkpoint"]))
     return found[-1]
 

@@ -1,6 +1,6 @@
 """Finds the blocks of a model that may run in less memory, and measures each in one forward pass of a step.
 
-1. Blocks are the entries of ModuleLists and Sequentials that consist of several modules.
+1. Blocks are the entries of ModuleLists and Sequentials that consist of several modules; none is inside another.
 2. While the step runs, each block runs plainly and in each other way, from the same inputs and generators
    (``each_way.py``). This needs no more memory than one block, so it works where the whole step does not fit.
 3. The plain run says what the block keeps and computes, the others what each takes and keeps.
@@ -41,8 +41,8 @@ _LARGEST = ("saved_bytes", "input_bytes", "keeps_input", "again_bytes", "again_s
 _ALONE = SharedTrials(None)
 
 
-def find_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the blocks, in the order of the model's modules; none is inside another."""
+def find_blocks(model: nn.Module, *, innermost: bool = False) -> list[str]:
+    """Return the names of the outermost or innermost blocks, in the order of the model's modules."""
     found: list[str] = []
     seen = set[nn.Module]()
 
@@ -51,7 +51,7 @@ def find_blocks(model: nn.Module) -> list[str]:
         below = [
             look(f"{name}.{key}" if name else key, child, is_entry=isinstance(module, _LISTS))
             for key, child in module.named_children()
-            if not is_entry or isinstance(module, _LISTS)
+            if innermost or not is_entry or isinstance(module, _LISTS)
         ]
         if any(below):
             return True
@@ -172,7 +172,9 @@ class _Pass:
     def _try_each_way(self, block: nn.Module, forward: Forward, call: Call) -> tuple[EachWay | None, str]:
         """Run a block in each way; return the reason why it cannot be recomputed, ``None`` if it cannot even run so."""
         if call.opaque:
-            return None, f"it is called with {name_type(call.opaque[0])}, which it may change"
+            name = name_type(call.opaque[0])
+            hint = " (pass use_cache=False to the model)" if name.endswith("Cache") else ""
+            return None, f"it is called with {name}, which it may change{hint}"
         reason = ""
         try:
             ran = run_each_way(self._model, self._device, block, forward, call, allowed=self._allowed)

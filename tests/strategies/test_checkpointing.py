@@ -334,6 +334,55 @@ def test_a_block_that_two_lists_share_is_found_once():
     assert find_blocks(model) == [f"blocks.{i}" for i in range(LAYERS)]
 
 
+class Stage(nn.Module):
+    """Several blocks that are one entry of a list, as in a ConvNeXt."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_blocks_inside_others_are_recomputed_where_the_outer_ones_are_too_large():
+    """A stage of five blocks takes nearly as much while it is recomputed as the plain step."""
+    model, plain = make_model(torch.float64), make_model(torch.float64)
+    model.blocks = nn.ModuleList([Stage(model.blocks[:5]), Stage(model.blocks[5:])])
+    assert find_blocks(model) == ["blocks.0", "blocks.1"]
+    plan = fit(model, 0.6)
+    assert {block.count(".") for block in plan.checkpointing.blocks} == {3}
+    for one in (model, plain):
+        torch.manual_seed(1)
+        run = recompute(Workload(one, step), plan.checkpointing.ways).step if one is model else step
+        run(one, make_texts()).backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (one.grad - other.grad).norm() <= 1e-12 * one.grad.norm()
+
+
+class DynamicCache:
+    """Stands for that of Transformers."""
+
+
+def test_a_cache_that_blocks_are_called_with_is_named_with_what_to_do():
+    """Models of Transformers make one in training, too, unless they are told not to."""
+    model = make_model()
+    for block in model.blocks:
+        plain = block.forward
+        block.forward = lambda hidden, cache=None, plain=plain: plain(hidden)
+
+    def cached_step(model, texts):
+        hidden, cache = model.embed(texts), DynamicCache()
+        for block in model.blocks:
+            hidden = block(hidden, cache=cache)
+        return hidden.square().mean()
+
+    with pytest.raises(autobatch.DoesNotFit, match=r"DynamicCache.*use_cache=False"):
+        fit(model, 0.6, step=cached_step)
+
+
 def test_a_compiled_model_is_refused_by_the_runner_of_such_a_plan():
     """As by fit."""
     model = make_model()
