@@ -66,7 +66,7 @@ def test_an_oom_at_operations_of_a_sharded_step_on_each_rank(capsys):
 def test_an_oom_at_operations_of_a_sharded_step_that_recomputes_blocks(capsys):
     """Memory may end in the recomputation, whole or selective, on one rank."""
     first, second = RECOMPUTED
-    chosen = {"stride": 1} if IN_PROOF else {"count": 1}
+    chosen = {"stride": 1} if IN_PROOF else {"count": 1, "every": 2}
     check([first], 2, capsys, ({}, Counter()), kind=KINDS[0], **chosen)
     check([second], 2, capsys, ({}, Counter()), kind=KINDS[1], earlier_steps=1, **chosen)
 
