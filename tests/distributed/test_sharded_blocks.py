@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Fussy(Block):
-    """Raises an error on rank 1 when it runs by itself; draws from Python's generator on rank 0."""
+    """Raises an error on rank 1 when it runs alone; draws from Python's generator on rank 0."""
 
     def forward(self, hidden):
         if dist.get_rank() == 0:
@@ -345,7 +345,7 @@ def test_a_block_that_cannot_be_recomputed_is_left_out_on_all_ranks(name, reason
 
 
 def test_an_error_of_one_rank_while_blocks_are_chosen_ends_that_on_all():
-    """Where the plain step does not fit, all raise an error that names it; where it fits, all have the plain plan."""
+    """All raise an error that names it if the plain step does not fit; else all have the plain plan."""
     first, second = results_of("fails, would not fit")
     assert first.startswith("RankFailed: ")
     assert second.startswith("DoesNotFit: ")
