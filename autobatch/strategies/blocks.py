@@ -173,7 +173,7 @@ class _Pass:
         """Run a block in each way; return the reason why it cannot be recomputed, ``None`` if it cannot even run so."""
         if call.opaque:
             name = name_type(call.opaque[0])
-            hint = " (pass use_cache=False to the model)" if name.endswith("Cache") else ""
+            hint = " (set model.config.use_cache = False)" if name.endswith("Cache") else ""
             return None, f"it is called with {name}, which it may change{hint}"
         reason = ""
         try:

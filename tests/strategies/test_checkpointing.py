@@ -379,7 +379,7 @@ def test_a_cache_that_blocks_are_called_with_is_named_with_what_to_do():
             hidden = block(hidden, cache=cache)
         return hidden.square().mean()
 
-    with pytest.raises(autobatch.DoesNotFit, match=r"DynamicCache.*use_cache=False"):
+    with pytest.raises(autobatch.DoesNotFit, match=r"DynamicCache.*use_cache = False"):
         fit(model, 0.6, step=cached_step)
 
 
