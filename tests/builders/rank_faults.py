@@ -53,7 +53,7 @@ _UNSHARDED = ("encoder", "teacher", "forward", "reentrant", "several")
 
 SHARDED_CASES = [case for case in RANK_CASES if not case.scaled and not any(word in case.name for word in _UNSHARDED)]
 
-RECOMPUTED_CASES = [case for case in CHECKPOINTED_CASES if not case.scaled]
+RECOMPUTED_CASES = [case for case in CHECKPOINTED_CASES if not (case.scaled or case.offloaded)]
 
 
 class RankTraining(Training):

@@ -93,6 +93,7 @@ def put_in_place(patch, allocator):
     for name in dir(FakeAllocator):
         if not name.startswith("_") and hasattr(torch.cuda, name):
             patch.setattr(torch.cuda, name, getattr(allocator, name))
+    patch.setattr(torch.accelerator, "empty_host_cache", lambda: None, raising=False)
     patch.setitem(sys.modules, "pynvml", None)
     return allocator
 
