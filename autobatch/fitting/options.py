@@ -136,7 +136,7 @@ def check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, in
 
 
 def read_strategies(given: Any) -> tuple[Strategy, ...]:
-    """Return the strategies that were asked for, each once: all for ``"auto"``, none for ``None``."""
+    """Return the strategies that were asked for, each once and in one order: all for ``"auto"``, none for ``None``."""
     known = get_args(Strategy)
     named = known if given == "auto" else () if given is None else given
     if not isinstance(named, list | tuple) or any(one not in known for one in named):
@@ -144,7 +144,7 @@ def read_strategies(given: Any) -> tuple[Strategy, ...]:
             f"strategies={show_value(given)} is not known: pass 'auto', None, or a list of "
             f"{', '.join(map(repr, known))}"
         )
-    return tuple(dict.fromkeys(named))
+    return tuple(one for one in known if one in named)
 
 
 def check_options(given: Mapping[str, Any]) -> None:
