@@ -8,8 +8,9 @@ what it calls again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -193,11 +194,31 @@ def recomputing(forward: Forward, way: Way) -> Forward:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return forward(*args, **kwargs)
 
-    make_contexts = partial(create_selective_checkpoint_contexts, _keep) if way == "selective" else noop_context_fn
+    make_contexts = _keep_costly if way == "selective" else noop_context_fn
     # All inputs as arguments: torch saves the generators of the devices that it finds among these.
     return lambda *args, **kwargs: checkpoint(
         run, args, kwargs, use_reentrant=False, preserve_rng_state=True, context_fn=make_contexts
     )
+
+
+def _keep_costly() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    keeping, using = create_selective_checkpoint_contexts(_keep)
+    return keeping, _FirstTime(using)
+
+
+class _FirstTime:
+    """A context of the first recomputation, which takes what was kept; any further backward pass recomputes all."""
+
+    def __init__(self, inner: AbstractContextManager[Any]) -> None:
+        self._left: list[AbstractContextManager[Any]] = [inner]
+        self._now: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> None:
+        self._now = self._left.pop() if self._left else nullcontext()
+        self._now.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._now.__exit__(*error)
 
 
 def _keep(_: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -234,6 +234,27 @@ def test_a_selective_plan_runs_in_its_budget_with_the_gradient_of_the_plain_step
         assert (one - other).norm() <= 1e-12 * one.norm()
 
 
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_a_step_may_run_backward_twice_through_blocks_of_any_way(has_graph: bool):
+    """With a gradient of its own, that is differentiated or not; a selective block recomputes all the second time."""
+
+    def twice(model: nn.Module, texts: torch.Tensor) -> torch.Tensor:
+        loss = step(model, texts)
+        options = {"create_graph": True} if has_graph else {"retain_graph": True}
+        return loss + sum(one.square().sum() for one in torch.autograd.grad(loss, [*model.parameters()], **options))
+
+    found = []
+    for way in ("", "checkpoint", "selective"):
+        model = make_model(torch.float64)
+        torch.manual_seed(1)
+        chosen = {f"blocks.{i}": way for i in range(LAYERS)} if way else {}
+        with sdpa_kernel(SDPBackend.MATH):  # the only one with a second derivative
+            recompute(Workload(model, twice), chosen).step(model, make_texts()).backward()
+        found.append([one.grad for one in model.parameters()])
+    for others in found[1:]:
+        assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(found[0], others, strict=True))
+
+
 def test_a_plan_without_selective_blocks_is_one_of_an_earlier_release():
     """Its blocks are recomputed whole."""
     plan = fit(make_model(), 0.6, strategies=["checkpoint"])
