@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -97,14 +96,18 @@ def choose_blocks(request: Request, trials: Trials, size: int) -> None:
     outer, inner = find_blocks(model), find_blocks(model, innermost=True)
     if not outer:
         raise DoesNotFit(f"{plain}; strategies= found no blocks in ModuleLists or Sequentials")
-    if inner != outer:
-        with suppress(DoesNotFit):
-            return _choose_among(outer, request, trials, size, plain)
-    return _choose_among(inner, request, trials, size, plain)
+    reason = _choose_among(outer, request, trials, size, plain)
+    if reason and inner != outer:
+        reason = _choose_among(inner, request, trials, size, plain)
+    if reason:
+        raise DoesNotFit(reason)
 
 
-def _choose_among(blocks: Sequence[str], request: Request, trials: Trials, size: int, plain: str) -> None:
-    """Let ``trials`` run the cheapest choice among these blocks; ``plain`` says why plain ones do not fit."""
+def _choose_among(blocks: Sequence[str], request: Request, trials: Trials, size: int, plain: str) -> str:
+    """Let ``trials`` run the cheapest choice among these blocks; return why none fits, the same on all ranks.
+
+    ``plain`` says why plain ones do not fit. An error of one rank is raised, as the others do not go on.
+    """
     try:
         measured = measure(request, trials, blocks, size)
     except AutobatchError:  # of another rank
@@ -113,15 +116,15 @@ def _choose_among(blocks: Sequence[str], request: Request, trials: Trials, size:
         reason = f"the step fails where its graph is cut at each block ({describe_error(error)})"
         raise DoesNotFit(f"{plain}; strategies= does not help: {reason}") from error
     if isinstance(measured, str):
-        raise DoesNotFit(f"{plain}; strategies= does not help: {measured}")
+        return f"{plain}; strategies= does not help: {measured}"
     useful = {block: ways[0] for block, ways in useful_ways(measured.runs, request.ways).items()}
     if not useful:
-        raise DoesNotFit(f"{plain}; strategies= does not help: no block keeps less{_explain(measured.left_out)}")
+        return f"{plain}; strategies= does not help: no block keeps less{_explain(measured.left_out)}"
     trials.recompute(useful)
     most = trials.run(size)
     if most.outcome != "fits":
         tried = f"strategies= ran {plural(len(useful), 'block')} in less memory, which is not enough"
-        raise DoesNotFit(f"{trials.explain()}; {tried}{_explain(measured.left_out)}")
+        return f"{trials.explain()}; {tried}{_explain(measured.left_out)}"
     rest = held_bytes(most) - measured.peak(useful)
     trial = _try_choices(request, trials, measured, most)
     trials.checkpointing = describe(
@@ -131,6 +134,7 @@ def _choose_among(blocks: Sequence[str], request: Request, trials: Trials, size:
         plain_bytes=rest + measured.peak({}),
         plain_seconds=trial.pass_seconds - again_seconds(measured.runs, trials.ways),
     )
+    return ""
 
 
 def measure(request: Request, trials: Trials, blocks: Sequence[str], size: int) -> BlockMeasurement | str:

@@ -47,6 +47,17 @@ class Fussy(Block):
         return super().forward(hidden)
 
 
+class Stage(nn.Module):
+    """A block of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(Block(), Block())
+
+    def forward(self, hidden):
+        return self.parts(hidden)
+
+
 class Network(nn.Module):
     def __init__(self, blocks=(Block,) * LAYERS, dtype=torch.float64):
         super().__init__()
@@ -217,6 +228,8 @@ def run_all():
     options = {"step": failing_step, "strategies": ["checkpoint"]}
     found["fails, would not fit"] = name_error(lambda: fit(model, budget=int(0.75 * need), **options))
     found["fails, fits"] = describe(fit(model, budget="1GiB", **options))
+    stages = fully_shard(make_model([Stage, Stage]))
+    found["fails, has blocks inside"] = name_error(lambda: fit(stages, budget=int(0.75 * need_of(stages)), **options))
     kept = choose_faster.faster_choices
     if dist.get_rank():
         choose_faster.faster_choices = fail  # before a trial, in which the other rank would wait
@@ -346,11 +359,12 @@ def test_a_block_that_cannot_be_recomputed_is_left_out_on_all_ranks(name, reason
 
 def test_an_error_of_one_rank_while_blocks_are_chosen_ends_that_on_all():
     """All raise an error that names it if the plain step does not fit; else all have the plain plan."""
-    first, second = results_of("fails, would not fit")
-    assert first.startswith("RankFailed: ")
-    assert second.startswith("DoesNotFit: ")
-    assert all("rank 1" in text or "strategies=" in text for text in (first, second))
-    assert all("ValueError: my own bug" in text for text in (first, second))
+    for name in ("fails, would not fit", "fails, has blocks inside"):
+        first, second = results_of(name)
+        assert first.startswith("RankFailed: ")
+        assert second.startswith("DoesNotFit: ")
+        assert all("rank 1" in text or "strategies=" in text for text in (first, second))
+        assert all("ValueError: my own bug" in text for text in (first, second))
     for name in ("fails, fits", "fails between trials"):
         first, second = results_of(name)
         assert first == second
