@@ -34,7 +34,7 @@ from autobatch.step.workload import Workload, read_output
 from autobatch.strategies.checkpointing import Forward, find_modules, replaced_forward
 from autobatch.strategies.choice import BlockRun, WayRun, Ways, even_out, predict_peak
 from autobatch.strategies.each_way import Call, EachWay, run_each_way
-from autobatch.torch_internals.storages import bytes_of
+from autobatch.torch_internals.storages import bytes_of, storages_of
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _LARGEST = ("saved_bytes", "input_bytes", "keeps_input", "again_bytes", "again_seconds", "flops")
@@ -215,18 +215,17 @@ class _Pass:
         )
 
     def _note(self, tensor: torch.Tensor, kept_by: str) -> None:
-        storage = tensor.untyped_storage()
-        self._seen[storage._cdata] = weakref.ref(storage), kept_by
+        for storage in storages_of(tensor):
+            self._seen[storage._cdata] = weakref.ref(storage), kept_by
 
     def _find(self, tensor: torch.Tensor) -> str | None:
         """Return the block that keeps an input as its output; empty if the input was counted, ``None`` if it is new."""
-        storage = tensor.untyped_storage()
-        reference, kept_by = self._seen.get(storage._cdata, (None, None))
-        if reference is None or reference() is None:
-            kept_by = None
-        if kept_by is None:
-            self._note(tensor, "")
-        return kept_by
+        for storage in storages_of(tensor):
+            reference, kept_by = self._seen.get(storage._cdata, (None, ""))
+            if reference is not None and reference() is not None:
+                return kept_by
+        self._note(tensor, "")
+        return None
 
 
 def _join(runs: Sequence[BlockRun]) -> BlockRun:

@@ -385,6 +385,46 @@ def test_blocks_inside_others_are_recomputed_where_the_outer_ones_are_too_large(
         assert (one.grad - other.grad).norm() <= 1e-12 * one.grad.norm()
 
 
+class Graphs(nn.Module):
+    """Layers of a graph network, which are called with a sparse matrix."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, hidden: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(edges, self.inner(hidden).tanh().sin())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        edges = torch.eye(len(hidden)).to_sparse()
+        for block in self.blocks:
+            hidden = block(hidden, edges)
+        return hidden.square().mean()
+
+
+def test_blocks_may_be_called_with_sparse_tensors():
+    """A memory that several of them share counts once."""
+    model, names = Graphs(), [f"blocks.{i}" for i in range(3)]
+    inputs = torch.randn(16, WIDTH)
+    with CpuDevice().limit(2**40):
+        found = measure_blocks(
+            Workload(model, lambda model, inputs: model(inputs)),
+            CpuDevice(),
+            names,
+            inputs,
+            {},
+            allowed=["checkpoint", "selective", "offload"],
+        )
+    assert [run.block for run in found.runs] == names
+    first, *others = (run.input_bytes for run in found.runs)
+    assert {first - one for one in others} == {16 * 8 * 2 + 16 * 4}  # indices and values
+
+
 class DynamicCache:
     """Stands for that of Transformers."""
 
