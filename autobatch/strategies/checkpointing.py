@@ -211,13 +211,13 @@ class _FirstTime:
 
     def __init__(self, inner: AbstractContextManager[Any]) -> None:
         self._left: list[AbstractContextManager[Any]] = [inner]
-        self._now: AbstractContextManager[Any] = nullcontext()
+        self._now: Any = nullcontext()
 
     def __enter__(self) -> None:
         self._now = self._left.pop() if self._left else nullcontext()
         self._now.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._now.__exit__(*error)
 
 
