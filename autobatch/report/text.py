@@ -19,9 +19,10 @@ _WRAPS_FROM = 20  # letters of a last column
 def summarise_plan(plan: PlanRecord) -> str:
     """``autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 18.7 of 21.6 GiB; 3 trials, 0 out of memory, 1.2 s``."""
     where = f"{describe_division(plan)} on {plan.device.name}"
-    if plan.checkpointing is not None:
-        what = "checkpointed" if plan.checkpointing.recomputed else "offloaded"
-        where += f"; {len(plan.checkpointing.blocks)} of {plan.checkpointing.candidates} blocks {what}"
+    if (found := plan.checkpointing) is not None:
+        ways = (found.recomputed, "checkpointed"), (found.offloaded, "offloaded")
+        counts = (f"{len(blocks)} of {found.candidates} blocks {what}" for blocks, what in ways if blocks)
+        where += f"; {' and '.join(counts)}"
     if plan.chunked_loss is not None:
         where += "; loss in chunks"
     trials = f"{plural(len(plan.trials), 'trial')}, {plan.out_of_memory_trials} out of memory"

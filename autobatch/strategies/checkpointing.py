@@ -221,6 +221,9 @@ class _FirstTime:
         self._now.__exit__(*error)
 
 
-def _keep(_: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _keep(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_costly = operator.name().startswith(_COSTLY)
-    return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE
+    # An attention with dropout draws (its only positional float): were it not run again, later layers would draw
+    # other numbers than before.
+    dropout = kwargs.get("dropout_p", 0.0) or sum(one for one in args if isinstance(one, float))
+    return CheckpointPolicy.MUST_SAVE if is_costly and not dropout else CheckpointPolicy.PREFER_RECOMPUTE

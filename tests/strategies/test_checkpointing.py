@@ -11,12 +11,13 @@ import torch
 from text_blocks import LAYERS, WIDTH, make_model, make_texts, need_of, step
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy
 
 import autobatch
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.workload import Workload
 from autobatch.strategies.blocks import BlockMeasurement, find_blocks, measure_blocks
-from autobatch.strategies.checkpointing import recompute
+from autobatch.strategies.checkpointing import _keep, recompute
 from autobatch.strategies.choice import whole
 
 
@@ -444,6 +445,17 @@ def test_a_cache_that_blocks_are_called_with_is_named_with_what_to_do():
 
     with pytest.raises(autobatch.DoesNotFit, match=r"DynamicCache.*use_cache = False"):
         fit(model, 0.6, step=cached_step)
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_attention_with_dropout_is_not_kept_on_a_card(name):
+    """It draws: if its recomputation did not, the layers after it would draw other numbers than before."""
+    operator = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
+    for dropout in (0.0, 0.1):
+        places = [one.name for one in operator._schema.arguments]
+        given = [dropout if one == "dropout_p" else None for one in places[: places.index("dropout_p") + 1]]
+        assert (_keep(None, operator, *given) == CheckpointPolicy.MUST_SAVE) is (dropout == 0.0)
+        assert (_keep(None, operator, dropout_p=dropout) == CheckpointPolicy.MUST_SAVE) is (dropout == 0.0)
 
 
 def test_a_compiled_model_is_refused_by_the_runner_of_such_a_plan():
