@@ -86,6 +86,20 @@ class Spectrum(nn.Module):
         return torch.sparse.mm((power > power.mean()).to(power.dtype).to_sparse(), power.T / 1000).tanh()
 
 
+class Rewritten(nn.Module):
+    """Saves one memory, writes into it, and saves it again. What was saved first has no backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(inputs)
+        hidden.sin()
+        hidden.mul_(2)
+        return self.last(hidden)
+
+
 class WithBatchNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +110,7 @@ class WithBatchNorm(nn.Module):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", [Parts, Spectrum, WithBatchNorm])
+@pytest.mark.parametrize("kind", [Parts, Spectrum, Rewritten, WithBatchNorm])
 def test_the_gradient_is_that_of_the_plain_pass_bit_for_bit(kind):
     """With dropout, views, shared memory, complex and sparse numbers; a graph may run backward twice."""
     torch.manual_seed(0)
