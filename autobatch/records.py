@@ -32,8 +32,7 @@ Phase = Literal["forward", "loss", "backward", "gradients", "optimizer state", "
 # Ways in which a step may already save memory.
 Saving = Literal["activation checkpointing", "autocast", "16-bit parameters"]
 
-# Ways to run a block in less memory: recompute all of it in the backward pass, or what is cheap to compute, or keep in
-# host memory what the backward pass needs.
+# Ways to run a block in less memory: recompute all of it, or what is cheap to compute, or keep its results on the host.
 Way = Literal["checkpoint", "selective", "offload"]
 
 # Ways to make a step fit whose smallest micro-batch does not.
@@ -218,8 +217,7 @@ class Checkpointing(Record):
         peak_bytes: Measured peak.
         slowdown: Time that the blocks take longer, as a part of a plain micro-batch.
         plain_size: Samples in the largest micro-batch that fits plainly; 0 if none does.
-        saved_time: Time that a step saves by its larger micro-batches, as a part of the plain one, by trials; 0 if none
-            fits plainly.
+        saved_time: Part of a plain step's time that larger micro-batches save, by trials; 0 if none fits plainly.
         left_out: Blocks that can run in none of the allowed ways, with the reasons.
         selective: Those of ``blocks`` that keep the results of matrix products and attention, and recompute the rest.
         offloaded: Those of ``blocks`` that recompute nothing: host memory keeps what their backward passes need.
@@ -254,10 +252,8 @@ class Checkpointing(Record):
     def _check_blocks(self) -> Checkpointing:
         refuse_nested(self.blocks)
         others = [*self.selective, *self.offloaded]
-        if unknown := [block for block in others if block not in self.blocks]:
-            raise ValueError(f"block {unknown[0]} is in selective or offloaded, and not in blocks")
-        if twice := [block for block in self.selective if block in self.offloaded]:
-            raise ValueError(f"block {twice[0]} is in selective, and in offloaded")
+        if wrong := [block for block in others if block not in self.blocks or others.count(block) > 1]:
+            raise ValueError(f"block {wrong[0]} of selective or offloaded is not in blocks, or there twice")
         return self
 
     def __str__(self) -> str:
@@ -271,10 +267,8 @@ class Checkpointing(Record):
             before = before.split()[0]
         verb = "checkpointing" if self.recomputed else "offloading"
         blocks = f"{verb} {len(self.blocks)} of {plural(self.candidates, 'block')}"
-        if self.selective:
-            blocks += f", {len(self.selective)} of them selectively"
-        if self.recomputed and self.offloaded:
-            blocks += f", {len(self.offloaded)} of them offloaded"
+        others = {"selectively": self.selective, "offloaded": self.offloaded if self.recomputed else ()}
+        blocks += "".join(f", {len(names)} of them {how}" for how, names in others.items() if names)
         time = f"+{100 * self.slowdown:.0f} % time in micro-batches of {self.micro_batch_size}"
         if self.plain_size:
             sizes = f"micro-batches of {self.micro_batch_size}, {self.plain_size} without"

@@ -1,8 +1,8 @@
 """Keeps what a block saves for its backward pass in host memory.
 
 1. Each memory that its forward pass saves is copied to the host, once and whole. Saved views of it come back as views.
-2. What copies would not free stays: parameters, buffers and inputs of the block. So do small tensors, those that are
-   not plain strided ones, and what the host has no room for.
+2. Parameters, buffers and inputs of the block stay, since copies would free nothing. So do small tensors, those that
+   are not plain strided ones, and what the host has no room for.
 3. A tensor that stays and is written into before the backward pass raises an error, as without copies.
 
 Nothing runs twice, so any block may do this. Copies run on the stream of the pass. What the bus can move meanwhile is
